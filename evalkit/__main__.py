@@ -1,0 +1,3 @@
+from evalkit.cli.main import main
+
+main()

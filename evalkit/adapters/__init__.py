@@ -1,0 +1,1 @@
+"""The outside world: engines, launchers, datasets, scorers."""

@@ -1,0 +1,1 @@
+"""Parse the command line, call one verb, render its result; nothing else prints or exits."""

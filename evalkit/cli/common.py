@@ -1,0 +1,159 @@
+"""What every command shares: its common options, rendering a result, and turning errors into one line and a code."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import click
+import msgspec
+
+from evalkit.ground.errors import EvalkitError, IOFailure
+from evalkit.ground.result import Result
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+EXIT_CODES = {
+    0: "done, a recorded skip included",
+    1: "failed",
+    2: "usage",
+    65: "bad data",
+    66: "no such snapshot",
+    69: "engine or fleet unavailable",
+    74: "I/O error, disk or memory full",
+    75: "busy, or the time is up: try again",
+    130: "interrupted",
+    143: "terminated",
+}
+
+
+def run_dir_option(function: F) -> F:
+    return click.option(
+        "--run-dir",
+        envvar="EVALKIT_RUN_DIR",
+        type=click.Path(path_type=Path, file_okay=False),
+        default=Path("evalkit-run"),
+        show_default=True,
+        help="Ledger, results and fleet records. [env: EVALKIT_RUN_DIR]",
+    )(function)
+
+
+def snapshot_dir_option(function: F) -> F:
+    return click.option(
+        "--eval-hf-dir",
+        "snapshot_dir",
+        envvar="EVALKIT_EVAL_HF_DIR",
+        type=click.Path(path_type=Path, file_okay=False),
+        help="SNAPSHOT_DIR, where snapshots are staged; tmpfs recommended. [env: EVALKIT_EVAL_HF_DIR]",
+    )(function)
+
+
+def fleet_option(function: F) -> F:
+    return click.option(
+        "--fleet",
+        "fleet_name",
+        envvar="EVALKIT_FLEET",
+        help="Name of the fleet, or the path of its record. [env: EVALKIT_FLEET; default: eval]",
+    )(function)
+
+
+class Duration(click.ParamType):
+    """Seconds, or a number with s, m or h behind it; given to the command as float seconds."""
+
+    name = "duration"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, int | float):
+            return float(value)
+        text, factor = (value[:-1], {"s": 1, "m": 60, "h": 3600}[value[-1]]) if value[-1:] in "smh" and value else (value, 1)
+        try:
+            seconds = float(text) * factor
+        except ValueError:
+            seconds = -1.0
+        if not 0 <= seconds < float("inf"):
+            self.fail(f"{value!r} is no duration; write 90, 90s, 15m or 2h", param, ctx)
+        return seconds
+
+
+DURATION = Duration()
+
+
+def epilog(example: str, *codes: int) -> str:
+    """The end of a command's help: an example, and the exit codes it can give."""
+    rows = "\n".join(f"  {code:>3}  {EXIT_CODES[code]}" for code in sorted({0, 2, *codes}))
+    return f"\b\nExample:\n  {example}\n\n\b\nExit codes:\n{rows}"
+
+
+def command(verb: str) -> Callable[[Callable[..., Result]], Callable[..., None]]:
+    """Make a click callback of a function that returns a `Result`: adds `--json`, renders, and exits with its code."""
+
+    def wrap(function: Callable[..., Result]) -> Callable[..., None]:
+        @click.option("--json", "as_json", is_flag=True, help="Print one JSON object, errors included.")
+        @functools.wraps(function)
+        def call(*args: Any, as_json: bool, **kwargs: Any) -> None:
+            previous = signal.signal(signal.SIGTERM, _terminated)
+            try:
+                result = function(*args, **kwargs)
+                _show_result(verb, result, as_json)
+            except EvalkitError as error:
+                _fail(verb, error, as_json)
+            except OSError as error:
+                if error.errno == errno.EPIPE:
+                    _broken_pipe()
+                _fail(verb, _io_failure(error), as_json)
+            except KeyboardInterrupt:
+                _note(f"evalkit {verb}: interrupted")
+                sys.exit(130)
+            finally:
+                signal.signal(signal.SIGTERM, previous)
+            sys.exit(result.code)
+
+        return call
+
+    return wrap
+
+
+def _terminated(signum: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + signum)
+
+
+def _broken_pipe() -> NoReturn:
+    # The reader is gone: nothing can be said, and flushing at exit would only fail again.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.exit(1)
+
+
+def _io_failure(error: OSError) -> EvalkitError:
+    where = f" ({error.filename})" if error.filename else ""
+    remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    return IOFailure(f"{error.strerror or error}{where}", remedy)
+
+
+def _show_result(verb: str, result: Result, as_json: bool) -> None:
+    if as_json:
+        _print_json({"format": 1, "verb": verb, "ok": result.code == 0, "result": result.data})
+    else:
+        for line in result.lines:
+            click.echo(line)
+
+
+def _fail(verb: str, error: EvalkitError, as_json: bool) -> NoReturn:
+    if as_json:
+        body = {"kind": error.kind, "code": error.code, "message": error.message, "remedy": error.remedy}
+        _print_json({"format": 1, "verb": verb, "ok": False, "error": body})
+    _note(f"evalkit {verb}: {error}")
+    sys.exit(error.code)
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    click.echo(msgspec.json.encode(value, enc_hook=str).decode())
+
+
+def _note(text: str) -> None:
+    click.echo(" ".join(text.split("\n")), err=True)

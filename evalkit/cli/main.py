@@ -1,0 +1,67 @@
+"""The entry point: a group that imports a command's module only when that command is called."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import click
+
+import evalkit
+
+_COMMANDS = {
+    "export": "evalkit.cli.export:export",
+    "fleet": "evalkit.cli.fleet:fleet",
+    "pin": "evalkit.cli.pin:pin",
+    "probe": "evalkit.cli.pin:probe",
+    "run": "evalkit.cli.run:run",
+    "dispatch": "evalkit.cli.dispatch:dispatch",
+    "drain": "evalkit.cli.ledger:drain",
+    "status": "evalkit.cli.ledger:status",
+    "gc": "evalkit.cli.ledger:gc",
+    "cancel": "evalkit.cli.ledger:cancel",
+}
+
+_SUMMARIES = {
+    "export": "Make a snapshot from weights of any usual form.",
+    "fleet": "Start, stop and show engines.",
+    "pin": "Put every engine on one snapshot, and prove it.",
+    "probe": "Ask every engine for one real token.",
+    "run": "Evaluate a snapshot on the fleet.",
+    "dispatch": "Export, admit, hand to a worker, return.",
+    "drain": "Wait until nothing is in flight.",
+    "status": "Show points, fleet and disk.",
+    "gc": "Retire settled snapshots and empty the trash.",
+    "cancel": "End an attempt in flight.",
+}
+
+
+class LazyGroup(click.Group):
+    """A group that knows its commands by name and imports one when it is called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in _COMMANDS:
+            return None
+        module, _, attribute = _COMMANDS[name].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_SUMMARIES.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(evalkit.__version__, prog_name="evalkit")
+def cli() -> None:
+    """Evaluate checkpoints while training goes on.
+
+    Each command does one thing and leaves its result in directories and JSON files that the next one reads.
+    """
+
+
+def main(*args: Any, **kwargs: Any) -> None:
+    cli(*args, prog_name="evalkit", **kwargs)

@@ -1,0 +1,1 @@
+"""Names, schemas, locks, atomic files, errors: what everything else stands on."""

@@ -1,0 +1,1 @@
+"""What is on disk: snapshots, the ledger, fleet records."""

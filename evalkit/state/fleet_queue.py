@@ -1,0 +1,1 @@
+"""Who may use a fleet's engines, and in which order. (Interface first; see `hold_fleet`.)"""
