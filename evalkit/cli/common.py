@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 import click
 import msgspec
 
-from evalkit.ground.errors import EvalkitError, IOFailure
+from evalkit.ground.errors import EvalkitError, StorageError
 from evalkit.ground.result import Result
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -63,7 +63,7 @@ def fleet_option(function: F) -> F:
     )(function)
 
 
-class Duration(click.ParamType):
+class Duration(click.ParamType[float]):
     """Seconds, or a number with s, m or h behind it; given to the command as float seconds."""
 
     name = "duration"
@@ -71,7 +71,9 @@ class Duration(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         if isinstance(value, int | float):
             return float(value)
-        text, factor = (value[:-1], {"s": 1, "m": 60, "h": 3600}[value[-1]]) if value[-1:] in "smh" and value else (value, 1)
+        text, factor = (
+            (value[:-1], {"s": 1, "m": 60, "h": 3600}[value[-1]]) if value[-1:] in "smh" and value else (value, 1)
+        )
         try:
             seconds = float(text) * factor
         except ValueError:
@@ -132,7 +134,7 @@ def _broken_pipe() -> NoReturn:
 def _io_failure(error: OSError) -> EvalkitError:
     where = f" ({error.filename})" if error.filename else ""
     remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-    return IOFailure(f"{error.strerror or error}{where}", remedy)
+    return StorageError(f"{error.strerror or error}{where}", remedy)
 
 
 def _show_result(verb: str, result: Result, as_json: bool) -> None:

@@ -94,7 +94,7 @@ class ExportError(EvalkitError):
     default_reason = "export_failed"
 
 
-class IOFailure(EvalkitError):
+class StorageError(EvalkitError):
     """The disk or the memory is full, or a file cannot be read or written."""
 
     code = 74

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from evalkit.ground.errors import BusyError, IOFailure
+from evalkit.ground.errors import BusyError, StorageError
 
 _UNSUPPORTED = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
 
@@ -24,7 +24,7 @@ def try_lock(fd: int, *, shared: bool = False) -> bool:
     """Lock an open descriptor without waiting; whether it is held now.
 
     Raises:
-        IOFailure: the mount has no flock.
+        StorageError: the mount has no flock.
     """
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -32,7 +32,7 @@ def try_lock(fd: int, *, shared: bool = False) -> bool:
         return False
     except OSError as error:
         if error.errno in _UNSUPPORTED:
-            raise IOFailure(
+            raise StorageError(
                 f"the file system has no usable flock: {error.strerror}", "put the directory on a local disk or tmpfs"
             ) from error
         raise

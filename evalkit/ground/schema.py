@@ -177,7 +177,7 @@ class FleetRecord(msgspec.Struct, frozen=True, kw_only=True):
         holder: token of the last taker of the fleet lock; one that no longer reads its own here has lost the fleet.
         holder_outcome: path of the outcome file whose existence ends the holder's right.
         model: absolute path of the boot model.
-        roots: directories under which the agent loads.
+        served_model: the model name in requests to /v1.
     """
 
     format: Format = 1
@@ -190,7 +190,33 @@ class FleetRecord(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     pinned: str | None = None
     pinned_export_id: str | None = None
-    roots: list[str] = []
+    served_model: str = "policy"
     engine_args: list[str] = []
     engines: list[EngineRecord] = []
     created_at: float = 0.0
+
+
+class PinnedEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """What one engine proved.
+
+    Attributes:
+        nonce: random, of this boot of the engine.
+        ranks: how many ranks read the weights and agreed.
+        vllm: version of vLLM.
+    """
+
+    index: int
+    url: str
+    nonce: str
+    ranks: int
+    vllm: str
+
+
+class PinProof(msgspec.Struct, frozen=True, kw_only=True):
+    """What a pin proved: every engine, every rank, holds the weights with this digest under this epoch."""
+
+    epoch: int
+    version: str
+    digest: str
+    served_model: str
+    engines: list[PinnedEngine]

@@ -43,8 +43,8 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
     Raises:
         DataError: the file is cut, longer than its header says, or its header is not valid; names file and tensor.
     """
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
+    size = path.stat().st_size
+    with path.open("rb") as file:
         prefix = file.read(8)
         if len(prefix) < 8:
             raise DataError(f"{path} is not a safetensors file: it has only {size} bytes")
@@ -108,7 +108,9 @@ def shard_names(directory: Path) -> list[str]:
             raise DataError(f"{index} names {name}, which is not there")
     stray = [name for name in present if name not in named]
     if stray:
-        raise DataError(f"{directory} has {stray[0]}, which {INDEX_NAME} does not name", "remove shards of older exports")
+        raise DataError(
+            f"{directory} has {stray[0]}, which {INDEX_NAME} does not name", "remove shards of older exports"
+        )
     return named
 
 

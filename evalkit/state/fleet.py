@@ -18,7 +18,9 @@ def load_fleet(paths: FleetPaths) -> FleetRecord:
     try:
         return read_struct(paths.record, FleetRecord, "fleet record")
     except FileNotFoundError:
-        raise UnavailableError(f"there is no fleet {paths.name} ({paths.record})", "start one with evalkit fleet up") from None
+        raise UnavailableError(
+            f"there is no fleet {paths.name} ({paths.record})", "start one with evalkit fleet up"
+        ) from None
 
 
 def change_fleet(paths: FleetPaths, change: Callable[[FleetRecord], FleetRecord]) -> FleetRecord:
