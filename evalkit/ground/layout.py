@@ -88,6 +88,11 @@ class RunPaths:
         return self.root / "ledger.lock"
 
     @property
+    def drained(self) -> Path:
+        """How far into metrics.jsonl the last drain looked."""
+        return self.root / "drained.json"
+
+    @property
     def incarnations(self) -> Path:
         return self.root / "incarnations"
 
@@ -143,11 +148,6 @@ class AttemptPaths:
         return self.run.active / f"{self.name}.reserve"
 
     @property
-    def ready(self) -> Path:
-        """There once the snapshot is: what was exported, written by dispatch."""
-        return self.run.active / f"{self.name}.ready"
-
-    @property
     def outcome(self) -> Path:
         return self.run.points / str(self.step) / f"{self.attempt}.json"
 
@@ -169,6 +169,11 @@ class ResultPaths:
     @property
     def log(self) -> Path:
         return self.root / "log"
+
+    @property
+    def worker(self) -> Path:
+        """Identity of the process that works on the attempt."""
+        return self.root / "worker.json"
 
     @property
     def progress(self) -> Path:

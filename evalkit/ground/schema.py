@@ -110,14 +110,6 @@ class ActiveRecord(msgspec.Struct, frozen=True, kw_only=True):
     deadline: float
 
 
-class Ready(msgspec.Struct, frozen=True, kw_only=True):
-    """`active/<step>.<attempt>.ready`: the snapshot is there."""
-
-    format: Format = 1
-    digest: str
-    export_seconds: float
-
-
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """`points/<step>/<attempt>.json`: how an attempt ended. Never changed.
 
@@ -145,6 +137,24 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     settled_by: ProcessId | None = None
     proof: dict[str, Any] = {}
     metrics: dict[str, float | int | None] = {}
+
+
+class MetricsRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of metrics.jsonl. `step` and `attempt` come first, in this order: a row is found by its first bytes."""
+
+    step: int
+    attempt: int
+    outcome: Literal["landed", "skipped"]
+    reason: str | None = None
+    time: float
+    metrics: dict[str, float | int | None]
+
+
+class Drained(msgspec.Struct, frozen=True, kw_only=True):
+    """`drained.json`: bytes of metrics.jsonl that a drain has reported on."""
+
+    format: Format = 1
+    offset: int
 
 
 class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,9 +1,10 @@
 """Who may use a fleet's engines, and in which order.
 
-Everyone who wants the engines puts a ticket, a file that it holds locked, into the fleet's queue; the least name is the
-head, and only the head takes the fleet lock. A ticket whose lock is free belongs to a dead process, one whose point has an
-outcome to a process that is stopped or ending: both are passed over. A fleet lock held by such a process is replaced, and
-its holder finds out at its next step: its token is no longer in the record, and its epoch is no longer the engines'.
+Everyone who wants the engines puts a ticket, a file that it holds locked, into the fleet's queue; the least name is
+the head, and only the head takes the fleet lock. A ticket whose lock is free belongs to a dead process, one whose point
+has an outcome to a process that is stopped or ending: both are passed over. A fleet lock held by such a process is
+replaced, and its holder finds out at its next step: its token is no longer in the record, and its epoch is no longer
+the engines'.
 """
 
 from __future__ import annotations
