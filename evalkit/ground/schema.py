@@ -61,6 +61,20 @@ class SnapshotOwner(msgspec.Struct, frozen=True, kw_only=True):
     run_dir: str
 
 
+class DigestRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """`digests/<hash of the path>.json` of a RUN_DIR: the digest of a directory that has no manifest.
+
+    Attributes:
+        path: real path of the directory.
+        files: weight files and index by name: size, modification time in ns, inode; a change makes the digest void.
+    """
+
+    format: Format = 1
+    path: str
+    files: dict[str, tuple[int, int, int]]
+    digest: str
+
+
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     """`evalkit.json` of a RUN_DIR."""
 
@@ -165,7 +179,8 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
         url: `http://host:port`.
         process: the API server, leader of the engine's own session; None before it was started.
         gpus: device ids as in CUDA_VISIBLE_DEVICES; empty on the CPU.
-        cores: CPU cores of an engine on the CPU.
+        cores: CPU cores of an engine on the CPU, those of its first rank first.
+        tmp: the engine's own directory for temporary files; goes with the engine.
     """
 
     index: int
@@ -177,6 +192,7 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel: int = 1
     argv: list[str] = []
     log: str
+    tmp: str = ""
 
 
 class FleetRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -188,6 +204,8 @@ class FleetRecord(msgspec.Struct, frozen=True, kw_only=True):
         holder_outcome: path of the outcome file whose existence ends the holder's right.
         model: absolute path of the boot model.
         served_model: the model name in requests to /v1.
+        engine_args: arguments for vLLM that the user gave.
+        cwd: directory in which those arguments are meant.
     """
 
     format: Format = 1
@@ -202,6 +220,7 @@ class FleetRecord(msgspec.Struct, frozen=True, kw_only=True):
     pinned_export_id: str | None = None
     served_model: str = "policy"
     engine_args: list[str] = []
+    cwd: str = "/"
     engines: list[EngineRecord] = []
     created_at: float = 0.0
 
