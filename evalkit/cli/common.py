@@ -146,9 +146,13 @@ def _show_result(verb: str, result: Result, as_json: bool) -> None:
 
 
 def _fail(verb: str, error: EvalkitError, as_json: bool) -> NoReturn:
+    notes = getattr(error, "__notes__", [])  # more lines for a person: the end of an engine's log, for example
     if as_json:
-        body = {"kind": error.kind, "code": error.code, "message": error.message, "remedy": error.remedy}
+        body: dict[str, Any] = {"kind": error.kind, "code": error.code, "message": error.message, "remedy": error.remedy}
+        body |= {"notes": notes} if notes else {}
         _print_json({"format": 1, "verb": verb, "ok": False, "error": body})
+    for note in notes:
+        click.echo(note, err=True)
     _note(f"evalkit {verb}: {error}")
     sys.exit(error.code)
 

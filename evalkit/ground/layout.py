@@ -209,6 +209,11 @@ class FleetPaths:
         return self.directory / f"{self.name}.lock"
 
     @property
+    def launch_lock(self) -> Path:
+        """Held by whoever starts or stops engines, as long as that takes."""
+        return self.directory / f"{self.name}.launch.lock"
+
+    @property
     def queue(self) -> Path:
         return self.directory / f"{self.name}.queue"
 

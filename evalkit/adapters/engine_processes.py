@@ -1,0 +1,143 @@
+"""The processes of engines: found by the engine's id in their environment, ended whole, and cleaned up after.
+
+Killing the API server alone leaves its EngineCore and workers; they are in the same session and carry the same
+EVALKIT_ENGINE_ID. A pid alone proves nothing, and is never signalled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from evalkit.ground.errors import UnavailableError
+from evalkit.ground.processes import ProcessId, identify, is_alive, kill
+from evalkit.ground.schema import EngineRecord
+
+TERM_GRACE = 10.0  # seconds from SIGTERM to SIGKILL
+TRACKER_GRACE = 3.0  # seconds that Python's resource trackers get to remove shared memory after the others are gone
+KILL_TIMEOUT = 30.0  # seconds from SIGKILL until a process must be gone
+SHM = Path("/dev/shm")
+
+
+def environment_of(pid: int) -> dict[bytes, bytes]:
+    """The environment that `pid` was started with; empty when it is gone or another user's."""
+    try:
+        raw = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return {}
+    pairs = (item.partition(b"=") for item in raw.split(b"\0"))
+    return {name: value for name, _, value in pairs}
+
+
+def processes_of(engines: Iterable[EngineRecord]) -> set[ProcessId]:
+    """Every live process of these engines on this host."""
+    engines = list(engines)
+    ids = {engine.engine_id.encode() for engine in engines}
+    sessions = {engine.process.pid for engine in engines if engine.process and is_alive(engine.process)}
+    found = set()
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        pid = int(name)
+        with contextlib.suppress(ProcessLookupError):
+            if environment_of(pid).get(b"EVALKIT_ENGINE_ID") in ids or os.getsid(pid) in sessions:
+                found.add(identify(pid))
+    return found
+
+
+def stop_engines(engines: Sequence[EngineRecord], *, grace: float = TERM_GRACE) -> None:
+    """End every process of these engines and remove what they leave in /dev/shm and in their own directories.
+
+    Raises:
+        UnavailableError: a process did not end.
+    """
+    found = processes_of(engines)
+    shared = _shared_memory(found) | _shared_memory_named(engines)
+    for process in _first_to_end(engines, found):
+        kill(process, signal.SIGTERM)
+    _wait(lambda: not processes_of(engines), grace)
+    # Trackers end by themselves when nobody is left, and remove the shared memory that was registered with them.
+    for process in processes_of(engines):
+        if not _is_tracker(process):
+            kill(process)
+    _wait(lambda: not processes_of(engines), TRACKER_GRACE)
+    if not _wait(lambda: not _kill_all(engines), KILL_TIMEOUT):
+        pids = ", ".join(str(process.pid) for process in processes_of(engines))
+        raise UnavailableError(f"processes that do not end, though killed: {pids}")
+    _remove_shared_memory(shared)
+    for engine in engines:
+        _remove_tmp(engine)
+
+
+def _first_to_end(engines: Iterable[EngineRecord], found: set[ProcessId]) -> set[ProcessId]:
+    """The API servers, which end their own children; all processes where none lives."""
+    return {engine.process for engine in engines if engine.process in found and engine.process} or found
+
+
+def _kill_all(engines: Sequence[EngineRecord]) -> set[ProcessId]:
+    found = processes_of(engines)
+    for process in found:
+        kill(process)
+    return found
+
+
+def _wait(condition: Callable[[], bool], timeout: float) -> bool:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _is_tracker(process: ProcessId) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{process.pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def _shared_memory(processes: Iterable[ProcessId]) -> set[Path]:
+    """Files in /dev/shm that these processes have mapped."""
+    return {path for process in processes for path in _mapped(process.pid)}
+
+
+def _mapped(pid: int) -> set[Path]:
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+    except OSError:
+        return set()
+    names = (line.split(None, 5)[-1] for line in lines if f" {SHM}/" in line)
+    return {Path(name) for name in names if name.startswith(f"{SHM}/") and not name.endswith(" (deleted)")}
+
+
+def _shared_memory_named(engines: Iterable[EngineRecord]) -> set[Path]:
+    """vLLM names some of its shared memory after a random file in its temporary directory; these are the engine's own."""
+    names = [path.name for engine in engines if engine.tmp for path in Path(engine.tmp).glob("vllm_dist_*")]
+    return {path for name in names for path in SHM.glob(f"{name}*")}
+
+
+def _remove_shared_memory(paths: set[Path]) -> None:
+    """Remove those that nobody has mapped any more."""
+    if not paths:
+        return
+    used = {path for name in os.listdir("/proc") if name.isdigit() for path in _mapped(int(name))}
+    for path in paths - used:
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            path.unlink()
+
+
+def _remove_tmp(engine: EngineRecord) -> None:
+    """Remove the engine's own temporary directory; its name must hold the engine's id, whatever the record says."""
+    path = Path(engine.tmp)
+    if engine.tmp and path.name == tmp_name(engine.engine_id) and path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def tmp_name(engine_id: str) -> str:
+    return f"evalkit-{engine_id}"
