@@ -249,3 +249,18 @@ class PinProof(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     served_model: str
     engines: list[PinnedEngine]
+
+
+class MetricsRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """`metrics.json` of an evaluation's results.
+
+    Attributes:
+        suite: absolute path of the suite.
+        proof: the pin that every sample was answered under.
+        metrics: what a logger shows; a mean over nothing is null.
+    """
+
+    format: Format = 1
+    suite: str
+    proof: PinProof
+    metrics: dict[str, float | int | None]

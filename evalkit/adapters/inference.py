@@ -1,0 +1,336 @@
+"""Asking engines for answers: spread over all of them, retried, and counted only when made under the pin."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from evalkit.adapters.datasets import Row
+from evalkit.adapters.suite import Dataset
+from evalkit.ground.errors import PinViolationError, UnavailableError
+from evalkit.ground.schema import PinnedEngine, PinProof
+
+PIN_HEADER = "x-evalkit-pin"
+_RETRIED = {408, 425, 429, 500, 502, 503, 504}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long to hope.
+
+    Attributes:
+        attempts: requests for one sample that may fail before the sample does.
+        timeouts: of those, the ones that may run into the sample's timeout.
+        wrong: answers in turn under another pin before the engine counts as lost to it.
+        pause, longest_pause: seconds after the first failure, doubled each time up to the longest.
+        engine_lost: seconds without one good answer after which an engine that fails counts as lost.
+    """
+
+    attempts: int = 6
+    timeouts: int = 2
+    wrong: int = 3
+    pause: float = 0.1
+    longest_pause: float = 5.0
+    engine_lost: float = 30.0
+
+    def pause_after(self, failures: int) -> float:
+        longest = min(self.pause * 2.0 ** min(failures - 1, 30), self.longest_pause)
+        return longest * random.uniform(0.75, 1.0)
+
+
+LIMITS = Limits()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    path: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What became of one request; with an `error` there is no text.
+
+    Attributes:
+        tokens: length of the response.
+        engine: index of the engine that answered last.
+        stamps: the pin header's two parts: as the request came in, as the answer went out.
+        asked: how many requests it took.
+    """
+
+    text: str = ""
+    finish_reason: str | None = None
+    tokens: int | None = None
+    engine: int | None = None
+    stamps: tuple[str, str] | None = None
+    asked: int = 1
+    error: str | None = None
+
+
+def request_of(dataset: Dataset, row: Row, sample: int, model: str) -> Request:
+    """The request for a row's sample number `sample`.
+
+    Every sampling parameter is sent, those at their neutral value too: a server takes what is missing from the model's
+    generation_config.json.
+    """
+    body: dict[str, Any] = {
+        "model": model,
+        "n": 1,
+        "stream": False,
+        "temperature": dataset.temperature,
+        "top_p": dataset.top_p,
+        "top_k": dataset.top_k,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "max_tokens": dataset.max_response_len,
+        "min_tokens": dataset.min_new_tokens,
+        "stop": list(dataset.stop),
+        "seed": dataset.seed + sample,
+    }
+    if isinstance(row.prompt, str):
+        return Request("/v1/completions", msgspec.json.encode({**body, "prompt": row.prompt}))
+    tools = {"tools": row.tools} if row.tools else {}
+    return Request("/v1/chat/completions", msgspec.json.encode({**body, "messages": row.prompt, **tools}))
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+    text: str | None = None
+    message: _Message | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+
+
+class _Reply(msgspec.Struct):
+    choices: list[_Choice]
+    usage: _Usage
+
+
+_DECODER = msgspec.json.Decoder(_Reply)
+
+
+class _AskAgain(Exception):  # noqa: N818  (not a failure yet)
+    """A request that brought nothing, but may the next time."""
+
+
+class _WrongPin(_AskAgain):
+    """An answer that was not made under the pin."""
+
+
+class _TimedOut(_AskAgain):
+    pass
+
+
+class _Refused(Exception):  # noqa: N818
+    """The server will never answer this request."""
+
+
+@dataclass
+class _Engine:
+    """One engine, and how it has done since its last good answer."""
+
+    pinned: PinnedEngine
+    stamp: str
+    in_flight: int = 0
+    failures: int = 0
+    wrong: int = 0
+    failing_since: float = 0.0
+    failed_at: float = 0.0
+    closed_until: float = 0.0
+    on_trial: bool = False
+    answered_at: float = 0.0
+    why: _AskAgain | None = field(default=None, repr=False)
+
+    @property
+    def name(self) -> str:
+        return f"engine {self.pinned.index} ({self.pinned.url})"
+
+    def is_open(self, now: float) -> bool:
+        """Whether it may be asked: one that failed gets one request at a time, after a pause, until it answers."""
+        return not self.failures or (now >= self.closed_until and not self.on_trial)
+
+    def succeeded(self, now: float) -> None:
+        self.failures = self.wrong = 0
+        self.answered_at = now
+
+    def failed(self, why: _AskAgain, started: float, now: float, limits: Limits) -> None:
+        """Count a failure, once for all requests that were in flight together."""
+        if isinstance(why, _TimedOut) and self.answered_at > started:
+            return  # it answers others meanwhile: this sample is slow, not the engine
+        if not self.failures:
+            self.failing_since = now
+        elif started <= self.failed_at:
+            return
+        self.failures += 1
+        self.wrong += isinstance(why, _WrongPin)
+        self.why, self.failed_at = why, now
+        self.closed_until = now + limits.pause_after(self.failures)
+
+
+class Engines:
+    """The engines of a proof, as one thing to ask. An async context manager.
+
+    Args:
+        sample_timeout: seconds for one answer.
+    """
+
+    def __init__(self, proof: PinProof, *, sample_timeout: float, limits: Limits = LIMITS) -> None:
+        self.limits = limits
+        self.sample_timeout = sample_timeout
+        self._engines = [_Engine(engine, f"{engine.nonce}/{proof.epoch}/{proof.digest}") for engine in proof.engines]
+        self._session: aiohttp.ClientSession
+
+    async def __aenter__(self) -> Engines:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=self.sample_timeout),
+            headers={"content-type": "application/json"},
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._session.close()
+
+    @property
+    def in_flight(self) -> int:
+        return sum(engine.in_flight for engine in self._engines)
+
+    async def ask(self, request: Request) -> Answer:
+        """One answer made wholly under the pin, or one with the error that no further asking would mend.
+
+        Raises:
+            UnavailableError: no engine has answered for `engine_lost` seconds.
+            PinViolationError: an engine keeps answering under another pin.
+        """
+        asked = attempts = timeouts = wrong = 0
+        last: _Engine | None = None
+        while True:
+            engine = await self._free_engine(last)
+            asked, last = asked + 1, engine
+            try:
+                return await self._ask_engine(engine, request, asked)
+            except _Refused as error:
+                return Answer(engine=engine.pinned.index, asked=asked, error=str(error))
+            except _WrongPin as error:
+                wrong += 1
+                if wrong >= self.limits.attempts:
+                    raise self._violation(engine, error) from None
+            except _AskAgain as error:
+                attempts, timeouts = attempts + 1, timeouts + isinstance(error, _TimedOut)
+                if attempts >= self.limits.attempts or timeouts >= self.limits.timeouts:
+                    return Answer(engine=engine.pinned.index, asked=asked, error=str(error))
+            if not self._others(engine):
+                await asyncio.sleep(self.limits.pause_after(asked))
+
+    def _others(self, engine: _Engine) -> bool:
+        now = asyncio.get_running_loop().time()
+        return any(other.is_open(now) for other in self._engines if other is not engine)
+
+    async def _free_engine(self, last: _Engine | None) -> _Engine:
+        """The open engine with the least in flight, another one than `last` if there is."""
+        loop = asyncio.get_running_loop()
+        while True:
+            now = loop.time()
+            free = [engine for engine in self._engines if engine.is_open(now)]
+            if free:
+                return min(free, key=lambda engine: (engine is last, engine.in_flight))
+            self._check_lost(now)
+            opens = min(engine.closed_until for engine in self._engines)
+            await asyncio.sleep(min(max(opens - now, 0.01), 0.5))
+
+    def _check_lost(self, now: float) -> None:
+        if all(engine.failures and now - engine.failing_since > self.limits.engine_lost for engine in self._engines):
+            found = "; ".join(f"{engine.name}: {engine.why}" for engine in self._engines)
+            raise UnavailableError(
+                f"no engine answered for {self.limits.engine_lost:g} s: {found}", "see evalkit fleet status"
+            )
+
+    def _violation(self, engine: _Engine, error: _AskAgain) -> PinViolationError:
+        return PinViolationError(f"{engine.name} {error}", "somebody else has pinned it, or it was restarted")
+
+    async def _ask_engine(self, engine: _Engine, request: Request, asked: int) -> Answer:
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        engine.in_flight += 1
+        trial = engine.on_trial = engine.failures > 0
+        try:
+            answer = await self._post(engine, request, asked)
+        except _AskAgain as error:
+            engine.failed(error, started, loop.time(), self.limits)
+            if engine.wrong >= self.limits.wrong:
+                raise self._violation(engine, error) from None
+            self._check_lost(loop.time())
+            raise
+        finally:
+            engine.in_flight -= 1
+            if trial:
+                engine.on_trial = False
+        engine.succeeded(loop.time())
+        return answer
+
+    async def _post(self, engine: _Engine, request: Request, asked: int) -> Answer:
+        try:
+            async with self._session.post(engine.pinned.url + request.path, data=request.body) as response:
+                body = await response.read()
+        except TimeoutError:
+            raise _TimedOut(f"no answer within {self.sample_timeout:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise _AskAgain(f"{type(error).__name__}: {error}") from None
+        if response.status in _RETRIED:
+            raise _AskAgain(_message(response.status, body))
+        if response.status != 200:
+            raise _Refused(_message(response.status, body))
+        stamps = _stamps(response.headers.get(PIN_HEADER), engine.stamp)
+        return _answer(body, stamps, engine.pinned.index, asked)
+
+
+def _stamps(header: str | None, wanted: str) -> tuple[str, str]:
+    before, _, after = (header or "").partition(" ")
+    if before != wanted or after != wanted:
+        raise _WrongPin(f"answers under the pin {header or '(none)'}, not {wanted}")
+    return before, after
+
+
+def _answer(body: bytes, stamps: tuple[str, str], engine: int, asked: int) -> Answer:
+    try:
+        reply = _DECODER.decode(body)
+        choice = reply.choices[0]
+    except (msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:
+        raise _AskAgain(f"the answer is no completion: {error or 'it has no choice'}") from None
+    if choice.finish_reason == "abort":
+        raise _AskAgain("the engine aborted the request")
+    message = choice.message or _Message(choice.text)
+    text = message.content or ""
+    if not text and message.tool_calls:
+        text = msgspec.json.encode(message.tool_calls).decode()
+    return Answer(text, choice.finish_reason, reply.usage.completion_tokens, engine, stamps, asked)
+
+
+def _message(status: int, body: bytes) -> str:
+    """What an HTTP error says, in one line."""
+    text = body.decode(errors="replace")
+    try:
+        value = msgspec.json.decode(body)
+        error = value.get("error", value)
+        text = str(error.get("message", error) if isinstance(error, dict) else error)
+    except (msgspec.DecodeError, UnicodeDecodeError, AttributeError):
+        pass
+    return f"HTTP {status}: {' '.join(text.split())[:500]}"

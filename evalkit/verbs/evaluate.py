@@ -1,0 +1,297 @@
+"""Evaluate a suite on pinned engines: keep them full, score, write every sample as it comes, end with the metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from evalkit.adapters.datasets import Row, count_rows, read_rows
+from evalkit.adapters.inference import LIMITS, Answer, Engines, Limits, request_of
+from evalkit.adapters.samples import SampleFile, SampleLine
+from evalkit.adapters.scorers import Scorer, as_score, find_scorer
+from evalkit.adapters.suite import Dataset, Suite
+from evalkit.decisions.metrics import Counts, Metrics, Sample, count, dataset_metrics, overall_metrics
+from evalkit.ground.errors import BusyError, EvalkitError
+from evalkit.ground.files import fsync_dir, write_struct
+from evalkit.ground.layout import ResultPaths
+from evalkit.ground.schema import MetricsRecord, PinProof
+
+CHECK_INTERVAL = 1.0  # seconds
+SCORER_TIMEOUT = 60.0  # seconds for one call of somebody's own scorer
+SCORERS_AT_ONCE = 4  # threads that call it
+
+Check = Callable[[], object]
+Progress = Callable[[int, int], object]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation found.
+
+    Attributes:
+        metrics: what a logger shows; a mean over nothing is None.
+        counts: over all datasets.
+    """
+
+    metrics: Metrics
+    counts: Counts
+
+
+@dataclass
+class Asked:
+    """A dataset of a suite that was looked through: its scorer is found and its rows are valid."""
+
+    dataset: Dataset
+    scorer: Scorer
+    rows: int
+    samples: list[Sample] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        return self.rows * self.dataset.n_samples_per_eval_prompt
+
+
+def check_suite(suite: Suite) -> list[Asked]:
+    """Find every scorer and look at every row.
+
+    Raises:
+        DataError: a scorer that cannot be imported, or a row that cannot be used; names file, line and field.
+    """
+    asked = []
+    for dataset in suite.datasets:
+        scorer = find_scorer(dataset.rm_type, suite.path.parent)
+        asked.append(Asked(dataset, scorer, count_rows(dataset, scorer)))
+    return asked
+
+
+async def evaluate(
+    suite: Suite,
+    proof: PinProof,
+    results: ResultPaths,
+    *,
+    concurrency: int = 64,
+    sample_timeout: float = 600.0,
+    deadline: float | None = None,
+    check: Check | None = None,
+    progress: Progress | None = None,
+    limits: Limits = LIMITS,
+) -> Evaluation:
+    """Ask every sample of `suite` under the pin that `proof` describes; write samples and metrics into `results`.
+
+    Requests in flight are min(left, concurrency), over all engines together. When it returns, samples and metrics are
+    on the disk, directories included.
+
+    Args:
+        sample_timeout: seconds for one answer.
+        deadline: seconds for everything.
+        check: called about every second; what it raises ends the evaluation, and is raised here.
+        progress: called as often, with the samples done and their total.
+
+    Raises:
+        DataError: the suite's rows or scorers are not usable.
+        UnavailableError: no engine answers any more.
+        PinViolationError: an engine keeps answering under another pin.
+        BusyError: the deadline passed; its skip reason is `timeout`.
+    """
+    started = time.monotonic()
+    asked = check_suite(suite)
+    results.samples.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(SampleFile(results.dataset(one.dataset.name))) for one in asked]
+        async with Engines(proof, sample_timeout=sample_timeout, limits=limits) as engines:
+            run = _Run(asked, files, engines, proof, results, check, progress)
+            await _within(deadline, run.run(concurrency))
+    metrics = overall_metrics(proof.version, time.monotonic() - started)
+    for one in asked:
+        metrics |= dataset_metrics(one.dataset.name, one.samples, one.dataset.n_samples_per_eval_prompt)
+    _publish(results, MetricsRecord(suite=str(suite.path), proof=proof, metrics=metrics))
+    return Evaluation(metrics, count([sample for one in asked for sample in one.samples]))
+
+
+def _publish(results: ResultPaths, record: MetricsRecord) -> None:
+    fsync_dir(results.samples)
+    write_struct(results.metrics, record)
+    fsync_dir(results.root.parent)
+
+
+async def _within(deadline: float | None, work: Any) -> None:
+    try:
+        async with asyncio.timeout(deadline) as scope:
+            await work
+    except TimeoutError:
+        if not scope.expired():
+            raise
+        raise BusyError(f"the evaluation did not end within {deadline:g} s", reason="timeout") from None
+    except BaseExceptionGroup as group:
+        raise _first_failure(group) from None
+
+
+def _first_failure(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The failure to report of several that came together: an expected one rather than what it broke."""
+    leaves = list(_leaves(group))
+    return next((leaf for leaf in leaves if isinstance(leaf, EvalkitError)), leaves[0])
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One sample to ask for."""
+
+    asked: Asked
+    file: SampleFile
+    row: Row
+    sample: int
+
+
+class _Run:
+    """An evaluation under way: `concurrency` askers share one stream of jobs; one thread of control writes."""
+
+    def __init__(
+        self,
+        asked: list[Asked],
+        files: list[SampleFile],
+        engines: Engines,
+        proof: PinProof,
+        results: ResultPaths,
+        check: Check | None,
+        progress: Progress | None,
+    ) -> None:
+        self.asked, self.files, self.engines, self.proof, self.results = asked, files, engines, proof, results
+        self.check, self.progress = check, progress
+        self.total = sum(one.total for one in asked)
+        self.done = 0
+        self.slots = asyncio.Semaphore(SCORERS_AT_ONCE)
+
+    async def run(self, concurrency: int) -> None:
+        jobs = self.jobs()
+        # Answers that wait for a slow scorer don't keep the engines waiting, until there are too many of them.
+        self.backlog = asyncio.Semaphore(concurrency + SCORERS_AT_ONCE)
+        async with asyncio.TaskGroup() as outer:
+            watcher = outer.create_task(self.watch())
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(concurrency, self.total)):
+                    group.create_task(self.work(jobs, group))
+            watcher.cancel()
+        self.report()
+
+    def jobs(self) -> Iterator[_Job]:
+        for asked, file in zip(self.asked, self.files, strict=True):
+            for row in read_rows(asked.dataset, asked.scorer):
+                for sample in range(asked.dataset.n_samples_per_eval_prompt):
+                    yield _Job(asked, file, row, sample)
+
+    async def watch(self) -> None:
+        while True:
+            if self.check is not None:
+                self.check()
+            self.report()
+            await asyncio.sleep(CHECK_INTERVAL)
+
+    def report(self) -> None:
+        # Replaced whole but not fsynced: nothing depends on it.
+        temporary = self.results.root / ".progress"
+        temporary.write_bytes(msgspec.json.encode({"done": self.done, "total": self.total}))
+        os.replace(temporary, self.results.progress)
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+
+    async def work(self, jobs: Iterator[_Job], group: asyncio.TaskGroup) -> None:
+        for job in jobs:
+            answer = await self.engines.ask(request_of(job.asked.dataset, job.row, job.sample, self.proof.served_model))
+            if job.asked.scorer.own and answer.error is None:
+                await self.backlog.acquire()
+                group.create_task(self.score_aside(job, answer))
+            else:
+                self.finish(job, answer, *_score(job, answer))
+
+    async def score_aside(self, job: _Job, answer: Answer) -> None:
+        try:
+            async with self.slots:
+                score, error = await _in_thread(lambda: _score(job, answer))
+        finally:
+            self.backlog.release()
+        self.finish(job, answer, score, error)
+
+    def finish(self, job: _Job, answer: Answer, score: float | None, error: str | None) -> None:
+        answered = answer.error is None
+        line = SampleLine(
+            index=job.row.index,
+            sample=job.sample,
+            prompt=job.row.prompt,
+            response=answer.text if answered else None,
+            label=job.row.label,
+            score=score,
+            status="failed" if not answered else "unscored" if score is None else "scored",
+            finish_reason=answer.finish_reason,
+            response_len=answer.tokens,
+            engine=answer.engine,
+            stamp=" ".join(answer.stamps) if answer.stamps else None,
+            weight_version=self.proof.version if answered else None,
+            asked=answer.asked,
+            error=answer.error or error,
+        )
+        job.file.write(line)
+        job.asked.samples.append(_kept(line, answer))
+        self.done += 1
+
+
+def _kept(line: SampleLine, answer: Answer) -> Sample:
+    # An answer counts only with both stamps equal to the proof's, so both stand for its version.
+    version = line.weight_version
+    return Sample(
+        prompt=line.index,
+        status=line.status,  # type: ignore[arg-type]
+        score=line.score,
+        tokens=line.response_len,
+        truncated=line.finish_reason == "length",
+        versions=(version, version) if version is not None and answer.stamps else None,
+    )
+
+
+def _score(job: _Job, answer: Answer) -> tuple[float | None, str | None]:
+    """The score, and why there is none."""
+    if answer.error is not None:
+        return None, None
+    try:
+        return as_score(job.asked.scorer.score(answer.text, job.row.label, job.row.sample)), None
+    except Exception as error:  # noqa: BLE001  (somebody's function may fail in any way: its sample has no score)
+        return None, f"{type(error).__name__}: {error}"
+
+
+Scored = tuple[float | None, str | None]
+
+
+async def _in_thread(work: Callable[[], Scored]) -> Scored:
+    """Run `work` in a thread of its own, which is left behind when it takes too long, and never awaited at exit."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Scored] = loop.create_future()
+
+    def deliver(scored: Scored) -> None:
+        if not future.done():
+            future.set_result(scored)
+
+    def call() -> None:
+        scored = work()
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(deliver, scored)
+
+    threading.Thread(target=call, daemon=True, name="evalkit-scorer").start()
+    try:
+        return await asyncio.wait_for(future, SCORER_TIMEOUT)
+    except TimeoutError:
+        return None, f"the scorer did not return within {SCORER_TIMEOUT:g} s"
