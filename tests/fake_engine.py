@@ -16,10 +16,10 @@ Faults, set by `POST /fake/faults` (merged into those set before; null takes one
   garbage true          /v1 answers are no JSON
   finish TEXT           finish_reason of every answer
   pin_hang true         a pin waits for {"release": true}; pin_delay S: seconds before it
-  pin_error {status, error}   a pin is refused so
+  pin_error {status, error, detail}   a pin is refused so; `pin_error_count`: the next N only
   pin_break true        a pin fails after its first weight: broken from then on
-  pin_digest TEXT       a pin reports this digest
-  probe_error {status, error}, state_error {status, error}
+  pin_digest TEXT       the weights have this digest; `pin_digest_count`: for the next N pins only
+  probe_error {status, error, detail}, state_error {status, error, detail}
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ from evalkit.ground.tensors import digest_of, read_headers
 
 PIN_HEADER = "x-evalkit-pin"
 KEY_HEADER = "x-evalkit-key"
+CLOSED = "-"
 
 
 class FakeEngine:
@@ -50,25 +51,37 @@ class FakeEngine:
 
     def __init__(self, key: str, faults: dict[str, Any]) -> None:
         self.key = key
+        self.engine_id = os.environ.get("EVALKIT_ENGINE_ID", "fake")
         self.nonce = secrets.token_hex(8)
-        self.epoch = int(os.environ.get("EVALKIT_LEAST_EPOCH", "0"))
+        self.epoch = int(os.environ.get("EVALKIT_ENGINE_EPOCH", "0"))
         self.pin: dict[str, Any] | None = None
+        self.phase = "open"
         self.broken: str | None = None
         self.pinning = False
         self.faults = faults
         self.release = asyncio.Event()
-        self.idle = asyncio.Event()
-        self.idle.set()
-        self.pin_lock = asyncio.Lock()
-        self.in_flight = 0
+        self.turn = asyncio.Lock()
+        self.flights: dict[int, bool] = {}  # id, and whether a load began while it was in flight
         self.max_in_flight = 0
         self.served = 0
         self.requests: list[dict[str, Any]] = []
         self.pins: list[dict[str, Any]] = []
         self.started = time.monotonic()
 
+    @property
+    def closed(self) -> str | None:
+        if self.broken:
+            return "broken"
+        if self.phase != "open":
+            return "pinning"
+        return "unpinned" if self.pin is None else None
+
+    @property
+    def pin_now(self) -> dict[str, Any] | None:
+        return None if self.broken or self.phase == "loading" else self.pin
+
     def stamp(self) -> str:
-        return f"{self.nonce}/{self.epoch}/{self.pin['digest'] if self.pin else '-'}"
+        return f"{self.nonce}/{self.pin_now['epoch']}/{self.pin_now['digest']}" if self.pin_now else CLOSED
 
     def take(self, fault: str, count: str) -> Any:
         """The value of `fault`, used up once where `count` says how often it holds."""
@@ -82,15 +95,17 @@ class FakeEngine:
 
     def state(self) -> dict[str, Any]:
         return {
+            "format": 1,
+            "engine_id": self.engine_id,
             "nonce": self.nonce,
             "epoch": self.epoch,
-            "pin": self.pin,
+            "pin": self.pin_now,
+            "open": self.closed is None,
             "pinning": self.pinning,
             "broken": self.broken,
-            "in_flight": self.in_flight,
+            "in_flight": len(self.flights),
+            "ranks": 1,
             "vllm": "fake",
-            "agent": "fake",
-            "pid": os.getpid(),
         }
 
     async def wait_released(self) -> None:
@@ -101,8 +116,14 @@ class FakeEngine:
 ENGINE: web.AppKey[FakeEngine] = web.AppKey("engine", FakeEngine)
 
 
-def refuse(status: int, error: str, **more: Any) -> web.Response:
-    return web.json_response({"error": error, **more}, status=status)
+def refuse(status: int, error: str, detail: str = "", **more: Any) -> web.Response:
+    return web.json_response({"error": error, "detail": detail, **more}, status=status)
+
+
+def openai_error(status: int, message: str, kind: str = "fault") -> web.Response:
+    return web.json_response(
+        {"error": {"message": message, "type": kind, "param": None, "code": status}}, status=status
+    )
 
 
 @web.middleware
@@ -111,48 +132,46 @@ async def gate(request: web.Request, handler: Any) -> web.StreamResponse:
     if request.path.startswith("/evalkit/") and not hmac.compare_digest(
         request.headers.get(KEY_HEADER, ""), engine.key
     ):
-        return refuse(401, "the key is missing or wrong")
-    if request.path.startswith("/v1/") and request.path != "/v1/models":
+        return refuse(401, "unauthorized", "the header x-evalkit-key is not the key")
+    if request.path in ("/v1/completions", "/v1/chat/completions"):
         return await serve(engine, request, handler)
-    if request.path == "/health" and engine.pin is None:
-        return refuse(503, "not pinned")
+    if request.path == "/health" and engine.closed:
+        return closed(engine)
     return await handler(request)  # type: ignore[no-any-return]
+
+
+def closed(engine: FakeEngine) -> web.Response:
+    return openai_error(503, engine.broken or f"the engine is {engine.closed}", str(engine.closed))
 
 
 async def serve(engine: FakeEngine, request: web.Request, handler: Any) -> web.StreamResponse:
     """One /v1 request with the faults that befall it, stamped as it came in and as its answer went out."""
-    body = await request.json()
-    entry = {"path": request.path, "body": body, "at": time.monotonic() - engine.started, "status": None}
+    entry = {"path": request.path, "body": await request.json(), "at": time.monotonic() - engine.started}
     engine.requests.append(entry)
     engine.served += 1
-    if engine.pin is None:
-        entry["status"] = 503
-        return refuse(503, "not pinned" if engine.broken is None else "broken")
     before = engine.stamp()
-    engine.in_flight += 1
-    engine.max_in_flight = max(engine.max_in_flight, engine.in_flight)
-    engine.idle.clear()
+    flight = engine.served
+    engine.flights[flight] = False
+    engine.max_in_flight = max(engine.max_in_flight, len(engine.flights))
     try:
-        response = await befall(engine, request, handler)
+        response = closed(engine) if engine.closed else await befall(engine, request, handler)
+        entry["status"] = response.status
+        mark(engine, response, before, CLOSED if engine.flights[flight] else engine.stamp())
+        return response
     except asyncio.CancelledError:
         entry["status"] = "cancelled"
         raise
     finally:
-        engine.in_flight -= 1
-        if not engine.in_flight:
-            engine.idle.set()
-    entry["status"] = response.status
-    mark(engine, response, before)
-    return response
+        del engine.flights[flight]
 
 
-def mark(engine: FakeEngine, response: web.StreamResponse, before: str) -> None:
+def mark(engine: FakeEngine, response: web.StreamResponse, before: str, after: str) -> None:
     stamp = engine.take("stamp", "stamp_count")
     if stamp == "none":
         return
     if stamp == "other":
         stamp = f"{engine.nonce}/{engine.epoch}/{'0' * 64} {engine.nonce}/{engine.epoch}/{'0' * 64}"
-    response.headers[PIN_HEADER] = stamp or f"{before} {engine.stamp()}"
+    response.headers[PIN_HEADER] = stamp or f"{before} {after}"
 
 
 async def befall(engine: FakeEngine, request: web.Request, handler: Any) -> web.StreamResponse:
@@ -170,7 +189,7 @@ async def befall(engine: FakeEngine, request: web.Request, handler: Any) -> web.
         await asyncio.sleep(faults["delay"])
     status = engine.take("status", "count")
     if status is not None:
-        return web.json_response({"error": {"message": f"fault {status}", "code": status}}, status=status)
+        return openai_error(status, f"fault {status}")
     if faults.get("garbage"):
         return web.Response(text="<html>bad gateway</html>", content_type="text/html")
     return await handler(request)  # type: ignore[no-any-return]
@@ -197,9 +216,9 @@ async def complete(request: web.Request) -> web.Response:
     chat = request.path.endswith("/chat/completions")
     prompt = body["messages"][-1]["content"] if chat else body["prompt"]
     if body.get("n", 1) > 1 and body.get("temperature", 1.0) == 0:
-        return web.json_response({"error": {"message": "n must be 1 when using greedy sampling"}}, status=400)
+        return openai_error(400, "n must be 1 when using greedy sampling", "BadRequestError")
     if len(prompt) > 10_000:
-        return web.json_response({"error": {"message": "maximum context length is 10000 tokens"}}, status=400)
+        return openai_error(400, "maximum context length is 10000 tokens", "BadRequestError")
     text, finish = answer(engine, prompt, body)
     content = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
     usage = {"prompt_tokens": len(prompt), "completion_tokens": len(text), "total_tokens": len(prompt) + len(text)}
@@ -218,7 +237,7 @@ async def health(request: web.Request) -> web.Response:
 async def state(request: web.Request) -> web.Response:
     engine = request.app[ENGINE]
     if fault := engine.faults.get("state_error"):
-        return refuse(fault["status"], fault.get("error", "fault"))
+        return refuse(fault["status"], fault.get("error", "fault"), fault.get("detail", ""))
     return web.json_response(engine.state())
 
 
@@ -226,51 +245,59 @@ async def pin(request: web.Request) -> web.Response:
     engine, body = request.app[ENGINE], await request.json()
     engine.pins.append(body)
     if body["epoch"] <= engine.epoch:
-        return refuse(409, f"epoch {body['epoch']} is stale, this engine is at {engine.epoch}", epoch=engine.epoch)
-    if engine.broken is not None:
-        return refuse(503, f"broken: {engine.broken}")
+        return refuse(409, "stale_epoch", f"epoch {body['epoch']} is not higher", epoch=engine.epoch)
     engine.epoch = body["epoch"]
     # As in the real agent, a pin runs to its end even when its caller goes away.
-    return await asyncio.shield(asyncio.ensure_future(do_pin(engine, body)))
+    return await asyncio.shield(asyncio.ensure_future(pin_in_turn(engine, body)))
 
 
-async def do_pin(engine: FakeEngine, body: dict[str, Any]) -> web.Response:
-    old, engine.pin, engine.pinning = engine.pin, None, True
-    try:
-        async with engine.pin_lock:
-            if body["epoch"] < engine.epoch:
-                return refuse(409, f"epoch {body['epoch']} was superseded", epoch=engine.epoch)
-            return await load(engine, body, old)
-    finally:
-        engine.pinning = False
+async def pin_in_turn(engine: FakeEngine, body: dict[str, Any]) -> web.Response:
+    async with engine.turn:
+        if engine.broken:
+            return refuse(503, "broken", engine.broken)
+        if engine.epoch != body["epoch"]:
+            return refuse(409, "stale_epoch", "overtaken", epoch=engine.epoch)
+        engine.pinning = True
+        try:
+            return await load(engine, body)
+        finally:
+            engine.pinning = False
 
 
-async def load(engine: FakeEngine, body: dict[str, Any], old: dict[str, Any] | None) -> web.Response:
+async def load(engine: FakeEngine, body: dict[str, Any]) -> web.Response:
     faults = engine.faults
+    if fault := engine.take("pin_error", "pin_error_count"):
+        return refuse(fault["status"], fault.get("error", "fault"), fault.get("detail", ""))
+    try:
+        digest = engine.take("pin_digest", "pin_digest_count") or digest_of_directory(Path(body["path"]))
+    except (EvalkitError, OSError) as error:
+        return refuse(422, "refused", str(error))
+    engine.phase = "draining"
+    end = time.monotonic() + body.get("drain_timeout", 5)
+    while engine.flights and time.monotonic() < end:
+        await asyncio.sleep(0.005)
+    engine.phase = "loading"
+    engine.flights = dict.fromkeys(engine.flights, True)
+    engine.release.set()  # aborted
     if faults.get("pin_hang"):
         await engine.wait_released()
     await asyncio.sleep(faults.get("pin_delay", 0))
-    try:
-        await asyncio.wait_for(engine.idle.wait(), body.get("drain_timeout", 5))
-    except TimeoutError:
-        engine.release.set()
-    if fault := faults.get("pin_error"):
-        engine.pin = old
-        return refuse(fault["status"], fault.get("error", "fault"))
     if faults.get("pin_break"):
-        engine.broken = "the load failed after its first weight"
-        return refuse(500, engine.broken)
-    try:
-        digest = faults.get("pin_digest") or digest_of_directory(Path(body["path"]))
-    except (EvalkitError, OSError) as error:
-        engine.pin = old
-        return refuse(422, str(error))
+        return broken(engine, "the load failed after its first weight")
+    ranks = [{"rank": 0, "version": body["version"], "digest": digest}]
     if body.get("digest") not in (None, digest):
-        engine.broken = f"digest {digest} is not {body['digest']}"
-        return refuse(500, engine.broken)
-    engine.pin = {"version": body["version"], "digest": digest, "path": body["path"]}
-    ranks = [{"rank": 0, "version": body["version"], "digest": digest, "ok": True}]
-    return web.json_response({**engine.state(), "pinning": False, "ranks": ranks})
+        broken(engine, f"rank 0 loaded {digest}, not {body['digest']}")
+        return refuse(422, "digest_mismatch", engine.broken or "", ranks=ranks)
+    engine.pin = {**{name: body.get(name, "") for name in ("version", "epoch", "path", "fleet")}, "digest": digest}
+    engine.phase = "open"
+    return web.json_response(
+        {"format": 1, "nonce": engine.nonce, "epoch": engine.epoch, "pin": engine.pin, "ranks": ranks, "ms": {}}
+    )
+
+
+def broken(engine: FakeEngine, detail: str) -> web.Response:
+    engine.broken = detail
+    return refuse(503, "broken", detail)
 
 
 def digest_of_directory(directory: Path) -> str:
@@ -286,14 +313,17 @@ def digest_of_directory(directory: Path) -> str:
 
 
 async def probe(request: web.Request) -> web.Response:
-    engine = request.app[ENGINE]
+    engine, body = request.app[ENGINE], await request.json()
     if fault := engine.faults.get("probe_error"):
-        return refuse(fault["status"], fault.get("error", "fault"))
-    if engine.broken is not None:
-        return refuse(503, f"broken: {engine.broken}")
+        return refuse(fault["status"], fault.get("error", "fault"), fault.get("detail", ""))
+    if engine.closed in ("broken", "pinning"):
+        return refuse(503, str(engine.closed), engine.broken or "a pin is under way")
     if engine.faults.get("hang"):
-        await engine.wait_released()
-    return web.json_response({"token": 1, "tokens": 1, "seconds": 0.0})
+        try:
+            await asyncio.wait_for(engine.wait_released(), body.get("timeout", 30))
+        except TimeoutError:
+            return refuse(503, "timeout", f"no token within {body.get('timeout', 30):g} s")
+    return web.json_response({"format": 1, "token": 1, "ms": 0, "nonce": engine.nonce, "pin": engine.pin_now})
 
 
 async def set_faults(request: web.Request) -> web.Response:
@@ -315,7 +345,7 @@ async def set_faults(request: web.Request) -> web.Response:
 
 async def log(request: web.Request) -> web.Response:
     engine = request.app[ENGINE]
-    counts = {"served": engine.served, "in_flight": engine.in_flight, "max_in_flight": engine.max_in_flight}
+    counts = {"served": engine.served, "in_flight": len(engine.flights), "max_in_flight": engine.max_in_flight}
     return web.json_response({**counts, "requests": engine.requests, "pins": engine.pins, "stamp": engine.stamp()})
 
 

@@ -18,10 +18,11 @@ from typing import Any
 
 import msgspec
 
+from evalkit.adapters.engine_processes import processes_of
 from evalkit.ground.layout import FleetPaths, RunPaths
-from evalkit.ground.processes import identify
+from evalkit.ground.processes import identify, kill
 from evalkit.ground.schema import EngineRecord, PinnedEngine, PinProof
-from evalkit.state.fleet import change_fleet
+from evalkit.state.fleet import change_fleet, load_fleet
 
 START_TIMEOUT = 30.0  # seconds
 _SCRIPT = Path(__file__).parent / "fake_engine.py"
@@ -86,8 +87,8 @@ class FakeFleet:
         record = change_fleet(self.paths, lambda r: msgspec.structs.replace(r, epoch=r.epoch + 1, pinned=str(path)))
         pinned = []
         for engine in self.engines:
-            body = {"epoch": record.epoch, "path": str(path), "version": version, "digest": digest, "fleet": "eval"}
-            answer = engine.call("/evalkit/pin", body)
+            body = {"epoch": record.epoch, "path": str(path), "version": version, "fleet": self.paths.name}
+            answer = engine.call("/evalkit/pin", {**body, "digest": digest} if digest else body)
             digest = answer["ranks"][0]["digest"]
             pinned.append(PinnedEngine(index=engine.index, url=engine.url, nonce=answer["nonce"], ranks=1, vllm="fake"))
         assert digest is not None
@@ -127,19 +128,22 @@ def fake_fleet(
         change_fleet(paths, lambda record: msgspec.structs.replace(
             record, state="up", epoch=0, model="/nonexistent/boot", created_at=time.time(),
             engines=[_record(paths, engine) for engine in engines]))  # fmt: skip
+        stack.callback(_end_restarted, paths)
         yield FakeFleet(paths, engines)
 
 
 @contextlib.contextmanager
 def _engine(paths: FleetPaths, index: int, key: str, fault: dict[str, Any]) -> Iterator[FakeEngineProcess]:
     engine_id = secrets.token_hex(8)
-    argv = [sys.executable, str(_SCRIPT), "--port-file", str(_port_file(paths, index)), "--key-file", str(paths.key)]
-    environment = {**os.environ, "EVALKIT_ENGINE_ID": engine_id}
     with paths.log(index).open("wb") as log:
         process = subprocess.Popen(
-            [*argv, "--fault", json.dumps(fault)], env=environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+            [*_argv(paths, index), "--fault", json.dumps(fault)],
+            env={**os.environ, "EVALKIT_ENGINE_ID": engine_id},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
             start_new_session=True,
-        )  # fmt: skip
+        )
     try:
         yield FakeEngineProcess(index, engine_id, "", key, process)
     finally:
@@ -163,12 +167,23 @@ def _wait_port(paths: FleetPaths, engine: FakeEngineProcess) -> int:
     raise TimeoutError("the fake engine did not start")
 
 
+def _argv(paths: FleetPaths, index: int, port: int = 0) -> list[str]:
+    files = ["--port-file", str(_port_file(paths, index)), "--key-file", str(paths.key)]
+    return [sys.executable, str(_SCRIPT), "--port", str(port), *files]
+
+
 def _record(paths: FleetPaths, engine: FakeEngineProcess) -> EngineRecord:
     return EngineRecord(
         index=engine.index,
         engine_id=engine.engine_id,
         url=engine.url,
         process=identify(engine.process.pid),
-        argv=[sys.executable, str(_SCRIPT)],
+        argv=_argv(paths, engine.index, int(engine.url.rpartition(":")[2])),
         log=str(paths.log(engine.index)),
     )
+
+
+def _end_restarted(paths: FleetPaths) -> None:
+    """Kill engines that somebody else has started in the place of ours."""
+    for process in processes_of(load_fleet(paths).engines):
+        kill(process)

@@ -22,7 +22,7 @@ from evalkit.ground.errors import DataError
 Score = float | int | bool | None
 ScoreFunction = Callable[[str, Any, dict[str, Any]], Score]
 
-_NUMBER = re.compile(r"(?:(?<![\d.])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
+_NUMBER = re.compile(r"(?:(?<![\d.])[-+])?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+)(?:[eE][-+]?\d+)?")
 
 
 @dataclass(frozen=True)
