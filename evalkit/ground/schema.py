@@ -164,6 +164,13 @@ class MetricsRow(msgspec.Struct, frozen=True, kw_only=True):
     metrics: dict[str, float | int | None]
 
 
+class Progress(msgspec.Struct, frozen=True):
+    """`progress.json` of an evaluation under way: samples done, of how many."""
+
+    done: int
+    total: int
+
+
 class Drained(msgspec.Struct, frozen=True, kw_only=True):
     """`drained.json`: bytes of metrics.jsonl that a drain has reported on."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from evalkit.ground import locks
 from evalkit.ground.errors import DataError
 from evalkit.ground.files import read_struct
 from evalkit.ground.layout import AttemptPaths, ResultPaths, RunPaths
@@ -31,7 +32,7 @@ class Prepared:
     record: ActiveRecord
 
     def publish(self, run: RunPaths) -> AttemptPaths:
-        """Under the ledger lock: rename the files into place. A record without a lock is debris, so the lock is last."""
+        """Under the ledger lock: rename the files into place, the lock last: a record without a lock is debris."""
         paths = run.attempt(self.record.step, self.record.attempt)
         (self.directory / "record").rename(paths.record)
         (self.directory / "reserve").rename(paths.reserve)
@@ -45,29 +46,30 @@ class Prepared:
 
 
 def prepare(run: RunPaths, record: ActiveRecord, reserve: Outcome) -> Prepared:
-    """Write an attempt's files into a directory of their own.
+    """Under the ledger lock: write an attempt's files into a directory of their own.
 
     Args:
         reserve: the outcome that will be linked when the disk has no room for another one.
     """
+    run.attempt(record.step, record.attempt).outcome.parent.mkdir(exist_ok=True)
     directory = run.active / f"{_PREPARING}{uuid.uuid4().hex}"
     directory.mkdir()
     lock_fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         try_lock(lock_fd)
-        _write(directory / "record", record)
-        _write(directory / "reserve", reserve)
+        (directory / "record").write_bytes(msgspec.json.encode(record))
+        (directory / "reserve").write_bytes(msgspec.json.encode(reserve))
     except BaseException:
         Prepared(directory, lock_fd, record).discard()
         raise
     return Prepared(directory, lock_fd, record)
 
 
-def _write(path: Path, value: msgspec.Struct) -> None:
-    with path.open("wb") as file:
-        file.write(msgspec.json.encode(value))
-        file.flush()
-        os.fsync(file.fileno())
+def note(paths: AttemptPaths, record: ActiveRecord) -> None:
+    """Under the ledger lock: the record alone, of an attempt that is settled in the same breath."""
+    temporary = paths.run.active / f"{_PREPARING}{uuid.uuid4().hex}"
+    temporary.write_bytes(msgspec.json.encode(record))
+    temporary.rename(paths.record)
 
 
 def list_attempts(run: RunPaths) -> list[AttemptPaths]:
@@ -78,17 +80,17 @@ def list_attempts(run: RunPaths) -> list[AttemptPaths]:
 
 
 def sweep_preparations(run: RunPaths) -> None:
-    """Under the ledger lock: clear what a dead dispatcher was preparing. One that lives and loses its files tries again."""
-    for name in os.listdir(run.active):
-        if name.startswith(_PREPARING) and not _is_held(run.active / name / "lock"):
-            shutil.rmtree(run.active / name, ignore_errors=True)
+    """Under the ledger lock: clear what a dispatcher was preparing when it died, for it held this lock too."""
+    for path in run.active.glob(f"{_PREPARING}*"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
-def _is_held(path: Path) -> bool:
-    fd = claim(path)
-    if fd is not None:
-        os.close(fd)
-    return fd is None and path.exists()
+def is_held(paths: AttemptPaths) -> bool:
+    """Whether an owner of the attempt lives."""
+    return locks.is_held(paths.lock)
 
 
 def claim(lock: Path) -> int | None:

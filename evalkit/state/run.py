@@ -69,7 +69,7 @@ def _news(record: RunRecord, offered: dict[str, str | None]) -> dict[str, str]:
 
 
 def _absolute(path: Path | None) -> str | None:
-    return None if path is None else os.path.abspath(path)  # noqa: PTH100  (Path.absolute keeps '..')
+    return None if path is None else os.path.abspath(path)
 
 
 def fleet_name(record: RunRecord | None, given: str | None) -> str:
@@ -80,5 +80,5 @@ def fleet_name(record: RunRecord | None, given: str | None) -> str:
 def snapshot_dir_of(record: RunRecord | None, given: Path | None) -> Path | None:
     """SNAPSHOT_DIR: the flag's, else the run's."""
     if given is not None:
-        return Path(os.path.abspath(given))  # noqa: PTH100
+        return Path(os.path.abspath(given))
     return Path(record.snapshot_dir) if record and record.snapshot_dir else None

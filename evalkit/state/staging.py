@@ -1,0 +1,162 @@
+"""Making a snapshot appear whole: written aside under its own lock, then renamed into place.
+
+Order of what a crash can leave: a lock file, a directory in `.incoming/` (both free of any holder, so that
+`sweep_incoming` tells them from exports under way), then the finished snapshot; after `force`, a directory in `.trash/`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from evalkit.ground.errors import BusyError, DataError, NoSnapshotError
+from evalkit.ground.files import fsync_dir, write_atomic, write_struct
+from evalkit.ground.layout import MANIFEST, MARKER, SnapshotPaths
+from evalkit.ground.locks import locked, open_locked
+from evalkit.ground.schema import Manifest
+from evalkit.state.snapshot import Snapshot, open_snapshot
+
+PUBLISH_TIMEOUT = 60.0  # seconds; held for a few renames
+
+InUse = Callable[[Snapshot], str | None]
+"""Who else names this snapshot, in words; None when nobody does."""
+
+
+class Staging:
+    """One export under way: `path` is where its files go; they are published or gone afterwards."""
+
+    def __init__(self, paths: SnapshotPaths, export_id: str) -> None:
+        self.paths = paths
+        self.export_id = export_id
+        self.path = paths.incoming / export_id
+        self.published = False
+
+    def publish(self, manifest: Manifest, *, force: bool, in_use: InUse) -> bool:
+        """Write manifest and marker, and rename to `step_<N>`; False when the same weights are there already.
+
+        Raises:
+            DataError: the step is there with others and `force` is false, or it is not evalkit's to replace.
+            BusyError: the one that is there is in use.
+        """
+        write_struct(self.path / MANIFEST, manifest)
+        write_atomic(self.path / MARKER, b"")
+        target = self.paths.snapshot(manifest.step)
+        trashed = None
+        with locked(self.paths.publish_lock, PUBLISH_TIMEOUT, what=f"publishing in {self.paths.root}"):
+            if os.path.lexists(target):
+                if is_complete_with(target, manifest.digest):
+                    return False
+                trashed = set_aside(self.paths, target, force=force, in_use=in_use)
+            os.rename(self.path, target)
+            self.published = True
+            fsync_dir(self.paths.root)
+        if trashed is not None:
+            shutil.rmtree(trashed, ignore_errors=True)  # what is left, gc takes
+        return True
+
+
+@contextmanager
+def staging(snapshot_dir: Path, export_id: str) -> Iterator[Staging]:
+    """A new directory in `.incoming/`, its export's lock held; unless it is published, nothing of it is left.
+
+    Raises:
+        BusyError: that export id is under way elsewhere.
+    """
+    paths = SnapshotPaths(snapshot_dir.absolute())
+    for directory in (paths.incoming, paths.locks, paths.trash):
+        directory.mkdir(parents=True, exist_ok=True)
+    sweep_incoming(paths.root)
+    lock = open_locked(paths.lock(export_id))
+    if lock is None:
+        raise BusyError(f"export {export_id} is under way in {snapshot_dir}", "wait for it")
+    stage = Staging(paths, export_id)
+    try:
+        stage.path.mkdir()
+        yield stage
+    finally:
+        if not stage.published:
+            with _undisturbed():
+                shutil.rmtree(stage.path, ignore_errors=True)
+                paths.lock(export_id).unlink(missing_ok=True)
+        os.close(lock)
+
+
+def is_complete_with(target: Path, digest: str) -> bool:
+    """Whether `target` is a complete snapshot of evalkit's with this digest."""
+    try:
+        return open_snapshot(target).digest == digest
+    except (DataError, NoSnapshotError):
+        return False
+
+
+def set_aside(paths: SnapshotPaths, target: Path, *, force: bool, in_use: InUse) -> Path:
+    """Move the snapshot at `target` to `.trash/`, if that is allowed; where it went.
+
+    Raises:
+        DataError: `force` is false, or evalkit did not make it.
+        BusyError: it is in use.
+    """
+    if not force:
+        raise DataError(f"{target} is there already with other content", "give --force to replace it")
+    old = open_snapshot(target, need_marker=False)
+    if old.export_id is None:
+        raise DataError(f"{target} was not made by evalkit", "remove it yourself if it may go")
+    user = in_use(old)
+    lock = None if user else open_locked(paths.lock(old.export_id))
+    if lock is None:
+        raise BusyError(f"{target} is in use" + (f" by {user}" if user else ""), "wait until it is settled")
+    try:
+        trashed = paths.trash / old.export_id
+        os.rename(target, trashed)
+        paths.lock(old.export_id).unlink(missing_ok=True)
+    finally:
+        os.close(lock)
+    return trashed
+
+
+def sweep_incoming(snapshot_dir: Path) -> list[str]:
+    """Delete what exports that died have left in `.incoming/`; their export ids."""
+    paths = SnapshotPaths(snapshot_dir.absolute())
+    try:
+        names = os.listdir(paths.incoming)
+    except FileNotFoundError:
+        return []
+    swept = []
+    for name in names:
+        lock = open_locked(paths.lock(name))
+        if lock is None:
+            continue  # its exporter lives
+        try:
+            shutil.rmtree(paths.incoming / name, ignore_errors=True)
+            paths.lock(name).unlink(missing_ok=True)
+        finally:
+            os.close(lock)
+        swept.append(name)
+    return swept
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Cleaning up is short and must not be cut by a second Ctrl-C; the signal is raised again afterwards."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: list[int] = []
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        arrived.append(signum)
+
+    previous = {signum: signal.signal(signum, note) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+        for signum in arrived:
+            signal.raise_signal(signum)

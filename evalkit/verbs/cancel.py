@@ -1,0 +1,52 @@
+"""`evalkit cancel STEP`: end a step's attempts in flight."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+from evalkit.ground.errors import BusyError
+from evalkit.ground.layout import AttemptPaths, RunPaths
+from evalkit.ground.result import Result
+from evalkit.state import attempts
+from evalkit.state.run import open_run
+from evalkit.verbs.settling import LET_GO, end_owner, ledger, mend, settle_skip
+
+
+def cancel(run_dir: Path, step: int) -> Result:
+    """Settle the step's attempts in flight as `cancelled`, end their workers, and wait until these are gone.
+
+    Raises:
+        BusyError: an owner has not let go in time; the attempt is settled all the same.
+    """
+    open_run(run_dir, create=False)
+    run = RunPaths(run_dir)
+    with ledger(run) as look:
+        cancelled = [run.attempt(live.step, live.attempt) for live in look.live if live.step == step]
+        for paths in cancelled:
+            _end(paths)
+    _wait_for_owners(cancelled)
+    mend(run)
+    names = [paths.name for paths in cancelled]
+    lines = [f"step_{paths.step} attempt {paths.attempt} cancelled" for paths in cancelled]
+    return Result({"step": step, "cancelled": names}, lines or [f"nothing in flight at step {step}"])
+
+
+def _end(paths: AttemptPaths) -> None:
+    record = attempts.read_record(paths)
+    if record is None:
+        return
+    settle_skip(paths, record, "cancelled", "by evalkit cancel")
+    if attempts.read_worker(paths) is not None:
+        # Before hand-over the owner is the trainer's own dispatch: it finds the outcome by itself.
+        end_owner(paths, record, signal.SIGTERM)
+
+
+def _wait_for_owners(cancelled: list[AttemptPaths]) -> None:
+    deadline = time.monotonic() + LET_GO
+    for paths in cancelled:
+        while attempts.is_held(paths):
+            if time.monotonic() >= deadline:
+                raise BusyError(f"{paths.name} is cancelled, but its owner still runs", "see evalkit status")
+            time.sleep(0.05)

@@ -1,0 +1,64 @@
+"""`evalkit drain`: wait, with a deadline, until what was in flight when it began is settled."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from evalkit.ground.errors import DataError
+from evalkit.ground.files import read_struct, write_struct
+from evalkit.ground.layout import RunPaths
+from evalkit.ground.result import Result
+from evalkit.ground.schema import Drained, MetricsRow
+from evalkit.state import attempts
+from evalkit.state.metrics_log import read_rows
+from evalkit.state.run import open_run
+from evalkit.verbs.settling import mend
+
+POLL = 0.2  # seconds between looks
+
+
+def drain(run_dir: Path, timeout: float, *, fail_on_skip: bool = False) -> Result:
+    """Wait until every attempt that is in flight now has ended; exit code 75 when the time is up first.
+
+    Args:
+        fail_on_skip: exit with 1 when one of them, or any since the last drain, was skipped.
+    """
+    open_run(run_dir, create=False)
+    run = RunPaths(run_dir)
+    deadline = time.monotonic() + timeout
+    begun_with = {paths.name for paths in attempts.list_attempts(run)}
+    left = _still_there(run, begun_with)
+    while left and time.monotonic() < deadline:
+        time.sleep(POLL)
+        left = _still_there(run, begun_with)
+    return _report(run, left, fail_on_skip=fail_on_skip)
+
+
+def _still_there(run: RunPaths, names: set[str]) -> list[str]:
+    mend(run)
+    return sorted(names & {paths.name for paths in attempts.list_attempts(run)}) if names else []
+
+
+def _report(run: RunPaths, left: list[str], *, fail_on_skip: bool) -> Result:
+    rows, offset = read_rows(run, _last_offset(run))
+    write_struct(run.drained, Drained(offset=offset))
+    lines = [line_of(row) for row in rows] + [f"{name} still in flight" for name in left]
+    data = {
+        "outcomes": [{"step": r.step, "attempt": r.attempt, "outcome": r.outcome, "reason": r.reason} for r in rows],
+        "in_flight": left,
+    }
+    skipped = fail_on_skip and any(row.outcome == "skipped" for row in rows)
+    return Result(data, lines, code=75 if left else 1 if skipped else 0)
+
+
+def line_of(row: MetricsRow) -> str:
+    """A settled attempt in one line."""
+    return f"step_{row.step} attempt {row.attempt} {row.outcome}" + (f" {row.reason}" if row.reason else "")
+
+
+def _last_offset(run: RunPaths) -> int:
+    try:
+        return read_struct(run.drained, Drained, "drain record").offset
+    except (FileNotFoundError, DataError):
+        return 0

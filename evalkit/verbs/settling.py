@@ -1,0 +1,180 @@
+"""Ending attempts: what every command does with those whose owner is dead or past its deadline, and what their own
+worker does last. Every step can be done again by whoever comes next.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from evalkit.decisions import outcomes
+from evalkit.decisions.admission import LiveAttempt
+from evalkit.ground.errors import BusyError
+from evalkit.ground.layout import AttemptPaths, RunPaths
+from evalkit.ground.locks import locked
+from evalkit.ground.processes import kill, this_process
+from evalkit.ground.schema import ActiveRecord, Outcome
+from evalkit.state import attempts, points
+from evalkit.state.metrics_log import append_row
+from evalkit.state.retirement import read_export_id
+from evalkit.state.run import LOCK_TIMEOUT
+from evalkit.verbs.retiring import retire_settled
+
+GRACE = 5.0  # seconds past its deadline before others settle an attempt
+LET_GO = 30.0  # seconds that a settled attempt's owner gets to end by itself
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A settled attempt whose last steps are to be done; its lock, where there was one, is held by `lock_fd`."""
+
+    paths: AttemptPaths
+    outcome: Outcome
+    lock_fd: int | None
+    record: ActiveRecord | None
+
+
+@dataclass
+class Look:
+    """What one look through `active/` found.
+
+    Attributes:
+        live: held, without an outcome: these count as in flight.
+        ending: held, with an outcome; their owners have not let go yet.
+        ended: finished when the ledger lock is free again.
+        unfinished: what kept some of them from being finished.
+    """
+
+    live: list[LiveAttempt] = field(default_factory=list)
+    ending: list[AttemptPaths] = field(default_factory=list)
+    ended: list[Ended] = field(default_factory=list)
+    unfinished: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def ledger(run: RunPaths, timeout: float = LOCK_TIMEOUT) -> Iterator[Look]:
+    """Hold the ledger lock and look; attempts that are found dead are finished once the lock is free again.
+
+    Raises:
+        BusyError: the ledger was not free in time.
+    """
+    look = Look()
+    try:
+        with locked(run.ledger_lock, timeout, what="the ledger"):
+            attempts.sweep_preparations(run)
+            for paths in attempts.list_attempts(run):
+                _inspect(paths, look)
+            yield look
+    finally:
+        for ended in look.ended:
+            _try_finish(ended, look)
+
+
+def _try_finish(ended: Ended, look: Look) -> None:
+    """Finish, or leave it for the next command: the outcome is safe, and a trainer must not fail of this."""
+    try:
+        finish(ended)
+    except (OSError, BusyError) as error:
+        look.unfinished.append(f"{ended.paths.name}: {error}")
+
+
+def mend(run: RunPaths) -> Look:
+    """Settle and finish whatever is dead or past its deadline."""
+    with ledger(run) as look:
+        pass
+    return look
+
+
+def _inspect(paths: AttemptPaths, look: Look) -> None:
+    record = attempts.read_record(paths)
+    if not paths.lock.exists():
+        _inspect_debris(paths, record, look)
+        return
+    fd = attempts.claim(paths.lock)
+    if fd is not None:
+        look.ended.append(Ended(paths, _settle_dead(paths, record), fd, record))
+    else:
+        _inspect_held(paths, record, look)
+
+
+def _inspect_debris(paths: AttemptPaths, record: ActiveRecord | None, look: Look) -> None:
+    outcome = points.read_outcome(paths.outcome)
+    if outcome is None:
+        attempts.remove(paths)
+    else:
+        look.ended.append(Ended(paths, outcome, None, record))
+
+
+def _inspect_held(paths: AttemptPaths, record: ActiveRecord | None, look: Look) -> None:
+    now = time.time()
+    outcome = points.read_outcome(paths.outcome)
+    if outcome is None and (record is None or now <= record.deadline + GRACE):
+        incarnation = record.incarnation if record else None
+        look.live.append(LiveAttempt(paths.step, paths.attempt, incarnation, record.source_digest if record else None))
+        return
+    look.ending.append(paths)
+    if outcome is None and record is not None:
+        detail = f"not settled {now - record.admitted_at:.0f} s after its admission"
+        settle_skip(paths, record, "timeout", detail)
+        end_owner(paths, record)
+    elif outcome is not None and now > outcome.settled_at + LET_GO:
+        end_owner(paths, record)
+
+
+def _settle_dead(paths: AttemptPaths, record: ActiveRecord | None) -> Outcome:
+    outcome = points.read_outcome(paths.outcome)
+    if outcome is None:
+        if record is None:
+            points.settle(paths, outcomes.unreadable(paths.step, paths.attempt, time.time()))
+        else:
+            settle_skip(paths, record, "crashed", _last_words(paths))
+        outcome = points.read_outcome(paths.outcome)
+    if outcome is None:
+        raise OSError(f"the outcome of {paths.name} could not be written")
+    return outcome
+
+
+def _last_words(paths: AttemptPaths) -> str:
+    if attempts.read_worker(paths) is None:
+        return "the dispatching command died before a worker had the attempt"
+    return f"its worker died; see {paths.results / 'log'}"
+
+
+def settle_skip(
+    paths: AttemptPaths, record: ActiveRecord, reason: str, detail: str, *, digest: str | None = None
+) -> bool:
+    """Publish a skip for the attempt; whether it won against another outcome."""
+    outcome = outcomes.skipped(
+        record,
+        reason,
+        detail,
+        time.time(),
+        by=this_process(),
+        digest=digest,
+        export_id=read_export_id(Path(record.snapshot)),
+    )
+    return points.settle(paths, outcome)
+
+
+def end_owner(paths: AttemptPaths, record: ActiveRecord | None, signum: int = 9) -> bool:
+    """Signal the process that still holds a settled attempt, if it is certain which one that is."""
+    owner = attempts.read_worker(paths) or (record.admitted_by if record else None)
+    return owner is not None and owner.pid != os.getpid() and kill(owner, signum)
+
+
+def finish(ended: Ended) -> None:
+    """After the outcome: the row, the snapshot given back, and the attempt no longer in flight."""
+    run = ended.paths.run
+    try:
+        append_row(run, ended.outcome)
+        points.sweep_temporaries(ended.paths)
+        if ended.record is not None and ended.record.snapshot_dir is not None:
+            retire_settled(run, Path(ended.record.snapshot_dir), ended.record.keep, finishing=ended.paths)
+        attempts.remove(ended.paths)
+    finally:
+        if ended.lock_fd is not None:
+            os.close(ended.lock_fd)
