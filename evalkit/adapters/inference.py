@@ -64,7 +64,7 @@ class Answer:
         asked: how many requests it took.
     """
 
-    text: str = ""
+    text: str | None = None
     finish_reason: str | None = None
     tokens: int | None = None
     engine: int | None = None

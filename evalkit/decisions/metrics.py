@@ -42,6 +42,11 @@ def count(samples: Sequence[Sample]) -> Counts:
     return Counts(len(samples), by_status["scored"], by_status["unscored"], by_status["failed"])
 
 
+def too_many_failed(counts: Counts) -> bool:
+    """Whether so many samples got no answer that the rest says nothing of the model."""
+    return counts.n_failed * 2 > counts.n_samples
+
+
 def pass_at_k(n: int, correct: int, k: int) -> float:
     """The chance that k of n answers, drawn without putting back, hold a correct one."""
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)

@@ -87,6 +87,13 @@ class PinViolationError(EvalkitError):
     default_reason = "pin_violation"
 
 
+class IncompleteError(EvalkitError):
+    """An evaluation in which too many samples got no answer."""
+
+    kind = "incomplete"
+    default_reason = "incomplete"
+
+
 class ExportError(EvalkitError):
     """An export that failed for another reason than its input or the disk."""
 

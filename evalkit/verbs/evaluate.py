@@ -18,8 +18,17 @@ from evalkit.adapters.inference import LIMITS, Answer, Engines, Limits, request_
 from evalkit.adapters.samples import SampleFile, SampleLine
 from evalkit.adapters.scorers import Scorer, as_score, find_scorer
 from evalkit.adapters.suite import Dataset, Suite
-from evalkit.decisions.metrics import Counts, Metrics, Sample, count, dataset_metrics, overall_metrics
-from evalkit.ground.errors import BusyError, EvalkitError
+from evalkit.decisions.metrics import (
+    Counts,
+    Metrics,
+    Sample,
+    Status,
+    count,
+    dataset_metrics,
+    overall_metrics,
+    too_many_failed,
+)
+from evalkit.ground.errors import BusyError, EvalkitError, IncompleteError
 from evalkit.ground.files import fsync_dir, write_struct
 from evalkit.ground.layout import ResultPaths
 from evalkit.ground.schema import MetricsRecord, PinProof
@@ -100,6 +109,7 @@ async def evaluate(
         UnavailableError: no engine answers any more.
         PinViolationError: an engine keeps answering under another pin.
         BusyError: the deadline passed; its skip reason is `timeout`.
+        IncompleteError: most samples of a dataset got no answer; samples and metrics are there all the same.
     """
     started = time.monotonic()
     asked = check_suite(suite)
@@ -113,7 +123,15 @@ async def evaluate(
     for one in asked:
         metrics |= dataset_metrics(one.dataset.name, one.samples, one.dataset.n_samples_per_eval_prompt)
     _publish(results, MetricsRecord(suite=str(suite.path), proof=proof, metrics=metrics))
+    for one in asked:
+        if too_many_failed(count(one.samples)):
+            raise IncompleteError(_failures(one, run.first_error, results))
     return Evaluation(metrics, count([sample for one in asked for sample in one.samples]))
+
+
+def _failures(one: Asked, error: str | None, results: ResultPaths) -> str:
+    failed = f"{count(one.samples).n_failed} of {one.total} samples of {one.dataset.name} got no answer"
+    return f"{failed}, the first error: {error} (see {results.samples})"
 
 
 def _publish(results: ResultPaths, record: MetricsRecord) -> None:
@@ -175,6 +193,7 @@ class _Run:
         self.check, self.progress = check, progress
         self.total = sum(one.total for one in asked)
         self.done = 0
+        self.first_error: str | None = None
         self.slots = asyncio.Semaphore(SCORERS_AT_ONCE)
 
     async def run(self, concurrency: int) -> None:
@@ -228,39 +247,31 @@ class _Run:
         self.finish(job, answer, score, error)
 
     def finish(self, job: _Job, answer: Answer, score: float | None, error: str | None) -> None:
-        answered = answer.error is None
+        status: Status = "failed" if answer.error else "unscored" if score is None else "scored"
+        # An answer counts only when both its stamps are the proof's, so both stand for the proof's version.
+        version = self.proof.version if answer.stamps else None
         line = SampleLine(
             index=job.row.index,
             sample=job.sample,
             prompt=job.row.prompt,
-            response=answer.text if answered else None,
+            response=answer.text,
             label=job.row.label,
             score=score,
-            status="failed" if not answered else "unscored" if score is None else "scored",
+            status=status,
             finish_reason=answer.finish_reason,
             response_len=answer.tokens,
             engine=answer.engine,
             stamp=" ".join(answer.stamps) if answer.stamps else None,
-            weight_version=self.proof.version if answered else None,
+            weight_version=version,
             asked=answer.asked,
             error=answer.error or error,
         )
         job.file.write(line)
-        job.asked.samples.append(_kept(line, answer))
+        truncated = answer.finish_reason == "length"
+        versions = (version, version) if version else None
+        job.asked.samples.append(Sample(line.index, status, score, answer.tokens, truncated, versions))
         self.done += 1
-
-
-def _kept(line: SampleLine, answer: Answer) -> Sample:
-    # An answer counts only with both stamps equal to the proof's, so both stand for its version.
-    version = line.weight_version
-    return Sample(
-        prompt=line.index,
-        status=line.status,  # type: ignore[arg-type]
-        score=line.score,
-        tokens=line.response_len,
-        truncated=line.finish_reason == "length",
-        versions=(version, version) if version is not None and answer.stamps else None,
-    )
+        self.first_error = self.first_error or answer.error
 
 
 def _score(job: _Job, answer: Answer) -> tuple[float | None, str | None]:
@@ -268,7 +279,7 @@ def _score(job: _Job, answer: Answer) -> tuple[float | None, str | None]:
     if answer.error is not None:
         return None, None
     try:
-        return as_score(job.asked.scorer.score(answer.text, job.row.label, job.row.sample)), None
+        return as_score(job.asked.scorer.score(answer.text or "", job.row.label, job.row.sample)), None
     except Exception as error:  # noqa: BLE001  (somebody's function may fail in any way: its sample has no score)
         return None, f"{type(error).__name__}: {error}"
 
