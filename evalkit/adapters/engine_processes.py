@@ -117,7 +117,7 @@ def _mapped(pid: int) -> set[Path]:
 
 
 def _shared_memory_named(engines: Iterable[EngineRecord]) -> set[Path]:
-    """vLLM names some of its shared memory after a random file in its temporary directory; these are the engine's own."""
+    """The shared memory that vLLM names after a random file in its temporary directory, the engine's own here."""
     names = [path.name for engine in engines if engine.tmp for path in Path(engine.tmp).glob("vllm_dist_*")]
     return {path for name in names for path in SHM.glob(f"{name}*")}
 

@@ -7,7 +7,8 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -121,6 +122,18 @@ def command(verb: str) -> Callable[[Callable[..., Result]], Callable[..., None]]
     return wrap
 
 
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """Gives a function that shows how far a command is, on a terminal; elsewhere it shows nothing."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as status:
+        yield status.update
+
+
 def _terminated(signum: int, frame: object) -> NoReturn:
     raise SystemExit(128 + signum)
 
@@ -148,7 +161,12 @@ def _show_result(verb: str, result: Result, as_json: bool) -> None:
 def _fail(verb: str, error: EvalkitError, as_json: bool) -> NoReturn:
     notes = getattr(error, "__notes__", [])  # more lines for a person: the end of an engine's log, for example
     if as_json:
-        body: dict[str, Any] = {"kind": error.kind, "code": error.code, "message": error.message, "remedy": error.remedy}
+        body: dict[str, Any] = {
+            "kind": error.kind,
+            "code": error.code,
+            "message": error.message,
+            "remedy": error.remedy,
+        }
         body |= {"notes": notes} if notes else {}
         _print_json({"format": 1, "verb": verb, "ok": False, "error": body})
     for note in notes:

@@ -12,7 +12,7 @@ _OUTSIDE = "--gpus {} is outside CUDA_VISIBLE_DEVICES={}"
 
 
 def parse_visible(text: str | None) -> list[str] | None:
-    """The ids in CUDA_VISIBLE_DEVICES; None when it is not set. As in CUDA, ids from the first invalid one on are gone."""
+    """The ids in CUDA_VISIBLE_DEVICES; None when it is not set. As in CUDA, an invalid one ends the list."""
     if text is None:
         return None
     ids: list[str] = []
@@ -50,7 +50,9 @@ def choose_gpus(
     if wanted is not None and taken:
         raise UnavailableError("; ".join(taken.values()), "choose others with --gpus")
     if len(free) < count:
-        why = "; ".join([f"{len(free)} of {len(candidates)} visible GPUs are free, {count} are needed", *taken.values()])
+        why = "; ".join(
+            [f"{len(free)} of {len(candidates)} visible GPUs are free, {count} are needed", *taken.values()]
+        )
         raise UnavailableError(why, "free some, or start fewer engines")
     return free[:count]
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 
-class Gpu(NamedTuple):
+@dataclass(frozen=True)
+class Gpu:
     """One GPU, as the driver shows it.
 
     Attributes:
