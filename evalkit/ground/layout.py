@@ -49,6 +49,16 @@ class SnapshotPaths:
         """Names the run that owns this SNAPSHOT_DIR."""
         return self.root / ".owner.json"
 
+    @property
+    def publish_lock(self) -> Path:
+        """Held for the moment in which a snapshot gets its place, and an older one loses it."""
+        return self.locks / "publish"
+
+    @property
+    def architectures(self) -> Path:
+        """Empty files, each named by the hash of a config and of names and shapes of tensors that fit it."""
+        return self.root / ".architectures"
+
     def lock(self, export_id: str) -> Path:
         return self.locks / f"{export_id}.lock"
 

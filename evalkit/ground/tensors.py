@@ -171,3 +171,25 @@ def digest_of(tensors: Mapping[str, tuple[str, tuple[int, ...], str]]) -> str:
         dtype, shape, content = tensors[name]
         whole.update(json.dumps([name, dtype, list(shape), content], separators=(",", ":")).encode() + b"\n")
     return whole.hexdigest()
+
+
+def encode_header(entries: Mapping[str, tuple[str, tuple[int, ...], int]]) -> bytes:
+    """The head of a safetensors file that holds these tensors in this order, without gaps.
+
+    Args:
+        entries: by name: dtype as in `BITS`, shape, length in bytes.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, (dtype, shape, length) in entries.items():
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + length]}
+        position += length
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def encode_index(files: Mapping[str, str], total_bytes: int) -> bytes:
+    """An index that maps each tensor's name to its file."""
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
+    return json.dumps(index, indent=2).encode() + b"\n"

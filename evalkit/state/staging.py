@@ -1,7 +1,7 @@
 """Making a snapshot appear whole: written aside under its own lock, then renamed into place.
 
-Order of what a crash can leave: a lock file, a directory in `.incoming/` (both free of any holder, so that
-`sweep_incoming` tells them from exports under way), then the finished snapshot; after `force`, a directory in `.trash/`.
+What a crash can leave: a lock file and a directory in `.incoming/`, with no holder of the lock, so that
+`sweep_incoming` tells them from exports under way; after that, with `force`, the replaced snapshot in `.trash/`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import FrameType
 from evalkit.ground.errors import BusyError, DataError, NoSnapshotError
 from evalkit.ground.files import fsync_dir, write_atomic, write_struct
 from evalkit.ground.layout import MANIFEST, MARKER, SnapshotPaths
-from evalkit.ground.locks import locked, open_locked
+from evalkit.ground.locks import is_held, locked, open_locked
 from evalkit.ground.schema import Manifest
 from evalkit.state.snapshot import Snapshot, open_snapshot
 
@@ -95,8 +95,8 @@ def is_complete_with(target: Path, digest: str) -> bool:
         return False
 
 
-def set_aside(paths: SnapshotPaths, target: Path, *, force: bool, in_use: InUse) -> Path:
-    """Move the snapshot at `target` to `.trash/`, if that is allowed; where it went.
+def check_replaceable(paths: SnapshotPaths, target: Path, *, force: bool, in_use: InUse) -> str:
+    """The export id of the snapshot at `target`, which may make room for another.
 
     Raises:
         DataError: `force` is false, or evalkit did not make it.
@@ -107,14 +107,22 @@ def set_aside(paths: SnapshotPaths, target: Path, *, force: bool, in_use: InUse)
     old = open_snapshot(target, need_marker=False)
     if old.export_id is None:
         raise DataError(f"{target} was not made by evalkit", "remove it yourself if it may go")
-    user = in_use(old)
-    lock = None if user else open_locked(paths.lock(old.export_id))
+    user = in_use(old) or ("another process" if is_held(paths.lock(old.export_id)) else None)
+    if user:
+        raise BusyError(f"{target} is in use by {user}", "wait until it is settled")
+    return old.export_id
+
+
+def set_aside(paths: SnapshotPaths, target: Path, *, force: bool, in_use: InUse) -> Path:
+    """Move the snapshot at `target` to `.trash/`, if that is allowed (see `check_replaceable`); where it went."""
+    export_id = check_replaceable(paths, target, force=force, in_use=in_use)
+    lock = open_locked(paths.lock(export_id))
     if lock is None:
-        raise BusyError(f"{target} is in use" + (f" by {user}" if user else ""), "wait until it is settled")
+        raise BusyError(f"{target} is in use by another process", "wait until it is settled")
     try:
-        trashed = paths.trash / old.export_id
+        trashed = paths.trash / export_id
         os.rename(target, trashed)
-        paths.lock(old.export_id).unlink(missing_ok=True)
+        paths.lock(export_id).unlink(missing_ok=True)
     finally:
         os.close(lock)
     return trashed
@@ -152,7 +160,7 @@ def _undisturbed() -> Iterator[None]:
     def note(signum: int, frame: FrameType | None) -> None:
         arrived.append(signum)
 
-    previous = {signum: signal.signal(signum, note) for signum in (signal.SIGINT, signal.SIGTERM)}
+    previous = {int(signum): signal.signal(signum, note) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:

@@ -1,0 +1,169 @@
+"""From tensors to a published snapshot: what every kind of export has in common."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from evalkit import __version__
+from evalkit.adapters.sidecars import Sidecars
+from evalkit.decisions.shards import Written, byte_size
+from evalkit.ground.errors import StorageError
+from evalkit.ground.files import write_atomic
+from evalkit.ground.layout import SnapshotPaths
+from evalkit.ground.schema import Manifest
+from evalkit.ground.tensors import INDEX_NAME, digest_of, encode_index
+from evalkit.state.snapshot import Snapshot, claim_snapshot_dir, hash_directory, open_snapshot
+from evalkit.state.staging import InUse, check_replaceable, staging
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+def nobody(snapshot: Snapshot) -> str | None:
+    """For callers that know of no users but the holders of the snapshot's lock."""
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Destination:
+    """Which snapshot an export makes.
+
+    Attributes:
+        force: replace a snapshot of other weights, unless it is in use or not evalkit's.
+        run_id: of the run that must own SNAPSHOT_DIR; its directory is `run_dir`.
+        export_id: None for a new one.
+        in_use: tells of users that hold no lock.
+    """
+
+    step: int
+    snapshot_dir: Path
+    force: bool = False
+    run_id: str | None = None
+    run_dir: Path | None = None
+    incarnation: int = 0
+    export_id: str | None = None
+    in_use: InUse = nobody
+
+    @property
+    def path(self) -> Path:
+        return SnapshotPaths(self.snapshot_dir.absolute()).snapshot(self.step)
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """A snapshot that is there now.
+
+    Attributes:
+        export_id: None when the directory was there already and evalkit did not make it.
+        total_bytes: of the weights.
+        seconds: how long the export took.
+        unchanged: the same weights were there already; nothing was written.
+        missing: what a chat evaluation may need and the source has not.
+        unchecked: why the tensors were not compared with the architecture; empty when they were.
+    """
+
+    path: Path
+    export_id: str | None
+    digest: str
+    total_bytes: int
+    seconds: float
+    unchanged: bool = False
+    missing: list[str] = field(default_factory=list)
+    unchecked: str = ""
+
+
+def claim(to: Destination) -> None:
+    """Raises UsageError when SNAPSHOT_DIR belongs to another run."""
+    if to.run_id is not None and to.run_dir is not None:
+        claim_snapshot_dir(to.snapshot_dir, to.run_id, to.run_dir)
+
+
+class Existing(NamedTuple):
+    """A snapshot of the very weights that were to be exported."""
+
+    path: Path
+    export_id: str | None
+    digest: str
+
+
+def find_unchanged(to: Destination, digest: Callable[[], str]) -> Existing | None:
+    """The step's snapshot, when it is complete and of the same weights; None when it is to be made.
+
+    Args:
+        digest: of the source's weights; called only when there is something to compare with.
+
+    Raises:
+        DataError: it is there with other weights and may not be replaced.
+        BusyError: it would be replaced but is in use.
+    """
+    if not os.path.lexists(to.path):
+        return None
+    snapshot = open_snapshot(to.path, need_marker=False)
+    if snapshot.complete:
+        there = snapshot.digest or digest_of(hash_directory(snapshot.path))
+        if digest() == there:
+            return Existing(snapshot.path, snapshot.export_id, there)
+    check_replaceable(SnapshotPaths(to.snapshot_dir.absolute()), to.path, force=to.force, in_use=to.in_use)
+    return None
+
+
+def make_snapshot(
+    to: Destination, sidecars: Sidecars, origin: dict[str, Any], write: Callable[[Path], Written]
+) -> ExportResult:
+    """Stage, write, publish; the snapshot, or the one of the same weights that somebody else published meanwhile.
+
+    Args:
+        origin: what the manifest says about the source.
+        write: puts the weight files into a directory.
+    """
+    began = time.monotonic()
+    export_id = to.export_id or uuid.uuid4().hex
+    with staging(to.snapshot_dir, export_id) as stage:
+        written = write(stage.path)
+        total = sum(byte_size(dtype, shape) for dtype, shape, _ in written.tensors.values())
+        if len(set(written.files.values())) > 1:
+            write_atomic(stage.path / INDEX_NAME, encode_index(written.files, total))
+        sidecars.write(stage.path)
+        manifest = Manifest(
+            export_id=export_id,
+            step=to.step,
+            run_id=to.run_id,
+            incarnation=to.incarnation,
+            source=origin,
+            created_at=time.time(),
+            evalkit=__version__,
+            digest=digest_of(written.tensors),
+            total_bytes=total,
+            files=_sizes(stage.path),
+            tensors=written.tensors,
+            missing=sidecars.missing,
+        )
+        published = stage.publish(manifest, force=to.force, in_use=to.in_use)
+    seconds = time.monotonic() - began
+    return ExportResult(to.path, export_id, manifest.digest, total, seconds, not published, sidecars.missing)
+
+
+def _sizes(directory: Path) -> dict[str, int]:
+    return {
+        str(path.relative_to(directory)): path.stat().st_size for path in sorted(directory.rglob("*")) if path.is_file()
+    }
+
+
+@contextmanager
+def storage_errors(directory: Path) -> Iterator[None]:
+    """What the system says about files, as a `StorageError` with the right skip reason."""
+    try:
+        yield
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else f" ({directory})"
+        text = f"{error.strerror or error}{where}"
+        if error.errno in _FULL:
+            raise StorageError(text, "free some space, or keep fewer snapshots", "no_space") from error
+        raise StorageError(text, reason="export_failed") from error
