@@ -240,8 +240,15 @@ def renewed(engine: EngineRecord, *, keep_port: bool = True) -> EngineRecord:
     return msgspec.structs.replace(engine, engine_id=engine_id, tmp=tmp, url=url, process=None)
 
 
-async def restart_engines(paths: FleetPaths, indices: Sequence[int], *, timeout: float) -> None:
-    """End these engines whole and start them again on their boot model, under new ids.
+async def restart_engines(
+    paths: FleetPaths, engines: Sequence[EngineRecord], *, check: Callable[[], None], timeout: float
+) -> None:
+    """End engines whole and start them again on their boot model, under new ids; the others are left alone.
+
+    Args:
+        engines: as they were found ailing; one that somebody has restarted since stays as it is.
+        check: raises when the caller has lost its right to the fleet; called under the launch lock.
+        timeout: seconds to wait for others who start or stop engines, and again for these to be up.
 
     Raises:
         UnavailableError: one does not come up (the others of this call are ended too), or the fleet was brought down.
@@ -249,11 +256,13 @@ async def restart_engines(paths: FleetPaths, indices: Sequence[int], *, timeout:
     """
     lock = await _launch_lock(paths, timeout)
     try:
+        check()
         record = load_fleet(paths)
         _require_wanted(record)
-        engines = [engine for engine in record.engines if engine.index in indices]
-        await asyncio.to_thread(stop_engines, engines)
-        await start_and_wait(paths, [renewed(engine) for engine in engines], timeout=timeout)
+        ailing = {engine.engine_id for engine in engines}
+        current = [engine for engine in record.engines if engine.engine_id in ailing]
+        await asyncio.to_thread(stop_engines, current)
+        await start_and_wait(paths, [renewed(engine) for engine in current], timeout=timeout)
     finally:
         os.close(lock)
 
