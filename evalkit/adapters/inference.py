@@ -6,18 +6,12 @@ import asyncio
 import random
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
 
 import aiohttp
-import msgspec
 
-from evalkit.adapters.datasets import Row
-from evalkit.adapters.suite import Dataset
+from evalkit.adapters.completions import Answer, AskAgain, Refused, Request, TimedOut, WrongPin, read_answer
 from evalkit.ground.errors import PinViolationError, UnavailableError
 from evalkit.ground.schema import PinnedEngine, PinProof
-
-PIN_HEADER = "x-evalkit-pin"
-_RETRIED = {408, 425, 429, 500, 502, 503, 504}
 
 
 @dataclass(frozen=True)
@@ -26,7 +20,7 @@ class Limits:
 
     Attributes:
         attempts: requests for one sample that may fail before the sample does.
-        timeouts: of those, the ones that may run into the sample's timeout.
+        timeouts: so many times the sample's timeout may pass before the sample fails.
         wrong: answers in turn under another pin before the engine counts as lost to it.
         pause, longest_pause: seconds after the first failure, doubled each time up to the longest.
         engine_lost: seconds without one good answer after which an engine that fails counts as lost.
@@ -47,99 +41,6 @@ class Limits:
 LIMITS = Limits()
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    path: str
-    body: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What became of one request; with an `error` there is no text.
-
-    Attributes:
-        tokens: length of the response.
-        engine: index of the engine that answered last.
-        stamps: the pin header's two parts: as the request came in, as the answer went out.
-        asked: how many requests it took.
-    """
-
-    text: str | None = None
-    finish_reason: str | None = None
-    tokens: int | None = None
-    engine: int | None = None
-    stamps: tuple[str, str] | None = None
-    asked: int = 1
-    error: str | None = None
-
-
-def request_of(dataset: Dataset, row: Row, sample: int, model: str) -> Request:
-    """The request for a row's sample number `sample`.
-
-    Every sampling parameter is sent, those at their neutral value too: a server takes what is missing from the model's
-    generation_config.json.
-    """
-    body: dict[str, Any] = {
-        "model": model,
-        "n": 1,
-        "stream": False,
-        "temperature": dataset.temperature,
-        "top_p": dataset.top_p,
-        "top_k": dataset.top_k,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "max_tokens": dataset.max_response_len,
-        "min_tokens": dataset.min_new_tokens,
-        "stop": list(dataset.stop),
-        "seed": dataset.seed + sample,
-    }
-    if isinstance(row.prompt, str):
-        return Request("/v1/completions", msgspec.json.encode({**body, "prompt": row.prompt}))
-    tools = {"tools": row.tools} if row.tools else {}
-    return Request("/v1/chat/completions", msgspec.json.encode({**body, "messages": row.prompt, **tools}))
-
-
-class _Message(msgspec.Struct):
-    content: str | None = None
-    tool_calls: list[Any] | None = None
-
-
-class _Choice(msgspec.Struct):
-    finish_reason: str | None = None
-    text: str | None = None
-    message: _Message | None = None
-
-
-class _Usage(msgspec.Struct):
-    completion_tokens: int = 0
-
-
-class _Reply(msgspec.Struct):
-    choices: list[_Choice]
-    usage: _Usage
-
-
-_DECODER = msgspec.json.Decoder(_Reply)
-
-
-class _AskAgain(Exception):  # noqa: N818  (not a failure yet)
-    """A request that brought nothing, but may the next time."""
-
-
-class _WrongPin(_AskAgain):
-    """An answer that was not made under the pin."""
-
-
-class _TimedOut(_AskAgain):
-    pass
-
-
-class _Refused(Exception):  # noqa: N818
-    """The server will never answer this request."""
-
-
 @dataclass
 class _Engine:
     """One engine, and how it has done since its last good answer."""
@@ -154,7 +55,7 @@ class _Engine:
     closed_until: float = 0.0
     on_trial: bool = False
     answered_at: float = 0.0
-    why: _AskAgain | None = field(default=None, repr=False)
+    why: AskAgain | None = field(default=None, repr=False)
 
     @property
     def name(self) -> str:
@@ -168,16 +69,16 @@ class _Engine:
         self.failures = self.wrong = 0
         self.answered_at = now
 
-    def failed(self, why: _AskAgain, started: float, now: float, limits: Limits) -> None:
+    def failed(self, why: AskAgain, started: float, now: float, limits: Limits) -> None:
         """Count a failure, once for all requests that were in flight together."""
-        if isinstance(why, _TimedOut) and self.answered_at > started:
+        if isinstance(why, TimedOut) and self.answered_at > started:
             return  # it answers others meanwhile: this sample is slow, not the engine
         if not self.failures:
             self.failing_since = now
         elif started <= self.failed_at:
             return
         self.failures += 1
-        self.wrong += isinstance(why, _WrongPin)
+        self.wrong += isinstance(why, WrongPin)
         self.why, self.failed_at = why, now
         self.closed_until = now + limits.pause_after(self.failures)
 
@@ -220,22 +121,24 @@ class Engines:
             UnavailableError: no engine has answered for `engine_lost` seconds.
             PinViolationError: an engine keeps answering under another pin.
         """
-        asked = attempts = timeouts = wrong = 0
+        asked = failed = wrong = 0
         last: _Engine | None = None
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self.limits.timeouts * self.sample_timeout
         while True:
             engine = await self._free_engine(last)
             asked, last = asked + 1, engine
             try:
                 return await self._ask_engine(engine, request, asked)
-            except _Refused as error:
+            except Refused as error:
                 return Answer(engine=engine.pinned.index, asked=asked, error=str(error))
-            except _WrongPin as error:
+            except WrongPin as error:
                 wrong += 1
                 if wrong >= self.limits.attempts:
                     raise self._violation(engine, error) from None
-            except _AskAgain as error:
-                attempts, timeouts = attempts + 1, timeouts + isinstance(error, _TimedOut)
-                if attempts >= self.limits.attempts or timeouts >= self.limits.timeouts:
+            except AskAgain as error:
+                failed += 1
+                if failed >= self.limits.attempts or loop.time() >= end:
                     return Answer(engine=engine.pinned.index, asked=asked, error=str(error))
             if not self._others(engine):
                 await asyncio.sleep(self.limits.pause_after(asked))
@@ -263,7 +166,7 @@ class Engines:
                 f"no engine answered for {self.limits.engine_lost:g} s: {found}", "see evalkit fleet status"
             )
 
-    def _violation(self, engine: _Engine, error: _AskAgain) -> PinViolationError:
+    def _violation(self, engine: _Engine, error: AskAgain) -> PinViolationError:
         return PinViolationError(f"{engine.name} {error}", "somebody else has pinned it, or it was restarted")
 
     async def _ask_engine(self, engine: _Engine, request: Request, asked: int) -> Answer:
@@ -273,7 +176,10 @@ class Engines:
         trial = engine.on_trial = engine.failures > 0
         try:
             answer = await self._post(engine, request, asked)
-        except _AskAgain as error:
+        except Refused:
+            engine.succeeded(loop.time())
+            raise
+        except AskAgain as error:
             engine.failed(error, started, loop.time(), self.limits)
             if engine.wrong >= self.limits.wrong:
                 raise self._violation(engine, error) from None
@@ -291,46 +197,7 @@ class Engines:
             async with self._session.post(engine.pinned.url + request.path, data=request.body) as response:
                 body = await response.read()
         except TimeoutError:
-            raise _TimedOut(f"no answer within {self.sample_timeout:g} s") from None
+            raise TimedOut(f"no answer within {self.sample_timeout:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise _AskAgain(f"{type(error).__name__}: {error}") from None
-        if response.status in _RETRIED:
-            raise _AskAgain(_message(response.status, body))
-        if response.status != 200:
-            raise _Refused(_message(response.status, body))
-        stamps = _stamps(response.headers.get(PIN_HEADER), engine.stamp)
-        return _answer(body, stamps, engine.pinned.index, asked)
-
-
-def _stamps(header: str | None, wanted: str) -> tuple[str, str]:
-    before, _, after = (header or "").partition(" ")
-    if before != wanted or after != wanted:
-        raise _WrongPin(f"answers under the pin {header or '(none)'}, not {wanted}")
-    return before, after
-
-
-def _answer(body: bytes, stamps: tuple[str, str], engine: int, asked: int) -> Answer:
-    try:
-        reply = _DECODER.decode(body)
-        choice = reply.choices[0]
-    except (msgspec.DecodeError, UnicodeDecodeError, IndexError) as error:
-        raise _AskAgain(f"the answer is no completion: {error or 'it has no choice'}") from None
-    if choice.finish_reason == "abort":
-        raise _AskAgain("the engine aborted the request")
-    message = choice.message or _Message(choice.text)
-    text = message.content or ""
-    if not text and message.tool_calls:
-        text = msgspec.json.encode(message.tool_calls).decode()
-    return Answer(text, choice.finish_reason, reply.usage.completion_tokens, engine, stamps, asked)
-
-
-def _message(status: int, body: bytes) -> str:
-    """What an HTTP error says, in one line."""
-    text = body.decode(errors="replace")
-    try:
-        value = msgspec.json.decode(body)
-        error = value.get("error", value)
-        text = str(error.get("message", error) if isinstance(error, dict) else error)
-    except (msgspec.DecodeError, UnicodeDecodeError, AttributeError):
-        pass
-    return f"HTTP {status}: {' '.join(text.split())[:500]}"
+            raise AskAgain(f"{type(error).__name__}: {error}") from None
+        return read_answer(response.status, response.headers, body, engine.stamp, engine.pinned.index, asked)

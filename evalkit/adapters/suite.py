@@ -233,13 +233,14 @@ class _SuiteReader:
     def entries(self, node: yaml.Node, where: str, known: tuple[str, ...] | None) -> dict[str, yaml.Node]:
         if not isinstance(node, yaml.MappingNode):
             self.fail(node, f"{where} must be a mapping")
-        _Constructor().flatten_mapping(node)
+        own = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        _Constructor().flatten_mapping(node)  # what `<<` merges in comes first, so that the mapping's own wins
         found: dict[str, yaml.Node] = {}
         for key, value in node.value:
             name = str(key.value)
             if known is not None and name not in known:
                 self.fail(key, f"{where} has the unknown field {name!r}", f"known are {', '.join(known)}")
-            if name in found:
+            if own.count(key.value) > 1:
                 self.fail(key, f"{where} has {name!r} twice")
             found[name] = value
         return found

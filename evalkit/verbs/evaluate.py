@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,10 +12,12 @@ from typing import Any
 
 import msgspec
 
+from evalkit.adapters.completions import Answer, request_of
 from evalkit.adapters.datasets import Row, count_rows, read_rows
-from evalkit.adapters.inference import LIMITS, Answer, Engines, Limits, request_of
+from evalkit.adapters.inference import LIMITS, Engines, Limits
 from evalkit.adapters.samples import SampleFile, SampleLine
-from evalkit.adapters.scorers import Scorer, as_score, find_scorer
+from evalkit.adapters.scorers import Scorer, find_scorer
+from evalkit.adapters.scoring import Scored, score_answer, score_in_thread
 from evalkit.adapters.suite import Dataset, Suite
 from evalkit.decisions.metrics import (
     Counts,
@@ -34,7 +35,6 @@ from evalkit.ground.layout import ResultPaths
 from evalkit.ground.schema import MetricsRecord, PinProof
 
 CHECK_INTERVAL = 1.0  # seconds
-SCORER_TIMEOUT = 60.0  # seconds for one call of somebody's own scorer
 SCORERS_AT_ONCE = 4  # threads that call it
 
 Check = Callable[[], object]
@@ -62,6 +62,7 @@ class Asked:
     scorer: Scorer
     rows: int
     samples: list[Sample] = field(default_factory=list)
+    first_error: str | None = None
 
     @property
     def total(self) -> int:
@@ -125,13 +126,13 @@ async def evaluate(
     _publish(results, MetricsRecord(suite=str(suite.path), proof=proof, metrics=metrics))
     for one in asked:
         if too_many_failed(count(one.samples)):
-            raise IncompleteError(_failures(one, run.first_error, results))
+            raise IncompleteError(_failures(one, results))
     return Evaluation(metrics, count([sample for one in asked for sample in one.samples]))
 
 
-def _failures(one: Asked, error: str | None, results: ResultPaths) -> str:
+def _failures(one: Asked, results: ResultPaths) -> str:
     failed = f"{count(one.samples).n_failed} of {one.total} samples of {one.dataset.name} got no answer"
-    return f"{failed}, the first error: {error} (see {results.samples})"
+    return f"{failed}, the first error: {one.first_error} (see {results.samples})"
 
 
 def _publish(results: ResultPaths, record: MetricsRecord) -> None:
@@ -193,7 +194,6 @@ class _Run:
         self.check, self.progress = check, progress
         self.total = sum(one.total for one in asked)
         self.done = 0
-        self.first_error: str | None = None
         self.slots = asyncio.Semaphore(SCORERS_AT_ONCE)
 
     async def run(self, concurrency: int) -> None:
@@ -236,15 +236,15 @@ class _Run:
                 await self.backlog.acquire()
                 group.create_task(self.score_aside(job, answer))
             else:
-                self.finish(job, answer, *_score(job, answer))
+                self.finish(job, answer, *_scored(job, answer))
 
     async def score_aside(self, job: _Job, answer: Answer) -> None:
         try:
             async with self.slots:
-                score, error = await _in_thread(lambda: _score(job, answer))
+                scored = await score_in_thread(lambda: _scored(job, answer))
         finally:
             self.backlog.release()
-        self.finish(job, answer, score, error)
+        self.finish(job, answer, *scored)
 
     def finish(self, job: _Job, answer: Answer, score: float | None, error: str | None) -> None:
         status: Status = "failed" if answer.error else "unscored" if score is None else "scored"
@@ -271,38 +271,10 @@ class _Run:
         versions = (version, version) if version else None
         job.asked.samples.append(Sample(line.index, status, score, answer.tokens, truncated, versions))
         self.done += 1
-        self.first_error = self.first_error or answer.error
+        job.asked.first_error = job.asked.first_error or answer.error
 
 
-def _score(job: _Job, answer: Answer) -> tuple[float | None, str | None]:
-    """The score, and why there is none."""
-    if answer.error is not None:
+def _scored(job: _Job, answer: Answer) -> Scored:
+    if answer.text is None:
         return None, None
-    try:
-        return as_score(job.asked.scorer.score(answer.text or "", job.row.label, job.row.sample)), None
-    except Exception as error:  # noqa: BLE001  (somebody's function may fail in any way: its sample has no score)
-        return None, f"{type(error).__name__}: {error}"
-
-
-Scored = tuple[float | None, str | None]
-
-
-async def _in_thread(work: Callable[[], Scored]) -> Scored:
-    """Run `work` in a thread of its own, which is left behind when it takes too long, and never awaited at exit."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Scored] = loop.create_future()
-
-    def deliver(scored: Scored) -> None:
-        if not future.done():
-            future.set_result(scored)
-
-    def call() -> None:
-        scored = work()
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(deliver, scored)
-
-    threading.Thread(target=call, daemon=True, name="evalkit-scorer").start()
-    try:
-        return await asyncio.wait_for(future, SCORER_TIMEOUT)
-    except TimeoutError:
-        return None, f"the scorer did not return within {SCORER_TIMEOUT:g} s"
+    return score_answer(job.asked.scorer, answer.text, job.row.label, job.row.sample)
