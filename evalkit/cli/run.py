@@ -41,5 +41,5 @@ def run(snapshot: str | None, directory: str | None, fleet_name: str | None, **o
     if snapshot and directory:
         raise UsageError("the snapshot is given twice, as argument and with --dir", "give one of them")
     request = RunRequest(snapshot=snapshot or directory, fleet=fleet_name, **options)
-    with progress() as show:
-        return verb(request, lambda done, total: show(f"{done} of {total} samples"))
+    with progress() as say:
+        return verb(request, say)

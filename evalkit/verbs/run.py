@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
+import re
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from evalkit.adapters.engine import EngineState, connect, each
+from evalkit.adapters.fleet_launch import Progress
 from evalkit.adapters.suite import Suite, load_suite
 from evalkit.ground.errors import BusyError, UnavailableError, UsageError
 from evalkit.ground.layout import ResultPaths, RunPaths
@@ -18,11 +20,10 @@ from evalkit.ground.result import Result
 from evalkit.ground.schema import FleetRecord, PinnedEngine, PinProof, RunRecord
 from evalkit.state.fleet import load_fleet
 from evalkit.state.fleet_queue import FleetHold, hold_fleet
-from evalkit.state.run import fleet_name, open_run, snapshot_dir_of
-from evalkit.state.snapshot import Snapshot, known_digest, open_snapshot, resolve_snapshot, use_snapshot
-from evalkit.verbs.evaluate import Evaluation, Progress, check_suite
+from evalkit.state.run import fleet_name, open_run
+from evalkit.verbs.evaluate import Evaluation, check_suite
 from evalkit.verbs.evaluate import evaluate as evaluate
-from evalkit.verbs.pin import PinTarget, pin_engines
+from evalkit.verbs.pin import PinTarget, pin_engines, pin_target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,7 @@ class RunRequest:
     sample_timeout: float = 600.0
 
 
-def run(request: RunRequest, progress: Progress | None = None) -> Result:
+def run(request: RunRequest, progress: Progress = lambda text: None) -> Result:
     """Take the fleet, pin it unless it is, evaluate.
 
     Raises:
@@ -56,19 +57,21 @@ def run(request: RunRequest, progress: Progress | None = None) -> Result:
         NoSnapshotError: no such snapshot.
         UnavailableError: the fleet or all its engines do not answer, or, without a snapshot, are not pinned alike.
         PinViolationError: the engines hold other weights.
+        IncompleteError: most samples of a dataset got no answer.
         BusyError: the fleet was not free in time, or the evaluation did not end in time.
     """
-    started = time.monotonic()
+    end = time.monotonic() + request.timeout
     record = _run_record(request.run_dir)
     suite = _suite(request, record)
-    target = _target(request, record)
-    fleet = RunPaths(request.run_dir).fleet(fleet_name(record, request.fleet))
+    results = _given_output(request)
+    fleet = RunPaths(request.run_dir.absolute()).fleet(fleet_name(record, request.fleet))
     load_fleet(fleet)
-    results = _results(request, target)
-    with _in_use(target), hold_fleet(fleet, timeout=request.timeout) as hold:
-        left = request.timeout - (time.monotonic() - started)
-        proof, evaluation = asyncio.run(_pin_and_evaluate(hold, target, suite, results, request, left, progress))
-    return _result(proof, evaluation, results)
+    with contextlib.ExitStack() as stack:
+        target = None
+        if request.snapshot is not None:
+            target = stack.enter_context(pin_target(request.run_dir, request.snapshot, request.snapshot_dir))
+        hold = stack.enter_context(hold_fleet(fleet, timeout=request.timeout))
+        return asyncio.run(_pin_and_evaluate(hold, target, suite, results, request, end, progress))
 
 
 def _run_record(run_dir: Path) -> RunRecord | None:
@@ -84,76 +87,46 @@ def _suite(request: RunRequest, record: RunRecord | None) -> Suite:
     return suite
 
 
-@dataclass(frozen=True)
-class _Target:
-    """The snapshot to evaluate, and the SNAPSHOT_DIR that it lies in."""
-
-    snapshot: Snapshot
-    pin: PinTarget
-    snapshot_dir: Path | None
-
-
-def _target(request: RunRequest, record: RunRecord | None) -> _Target | None:
-    if request.snapshot is None:
+def _given_output(request: RunRequest) -> ResultPaths | None:
+    if request.output is None:
         return None
-    snapshot_dir = snapshot_dir_of(record, request.snapshot_dir)
-    path = resolve_snapshot(request.snapshot, snapshot_dir)
-    inside = snapshot_dir is not None and path.parent == snapshot_dir
-    snapshot = open_snapshot(path, need_marker=inside)
-    pin = PinTarget(
-        path=snapshot.path,
-        version=str(snapshot.step) if snapshot.step is not None else snapshot.path.name,
-        digest=known_digest(RunPaths(request.run_dir), snapshot),
-        export_id=snapshot.export_id,
-    )
-    return _Target(snapshot, pin, path.parent if inside else None)
+    results = ResultPaths(Path(os.path.abspath(request.output)))
+    if results.metrics.exists():
+        raise UsageError(f"--output {results.root} already holds results", "give another directory")
+    return results
 
 
-def _results(request: RunRequest, target: _Target | None) -> ResultPaths:
-    if request.output is not None:
-        results = ResultPaths(Path(os.path.abspath(request.output)))
-        if results.metrics.exists():
-            raise UsageError(f"--output {results.root} already holds results", "give another directory")
-        return results
-    label = target.pin.version if target else "pinned"
-    directory = RunPaths(request.run_dir).manual / f"{label}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
-    number = 0
-    while directory.exists():
-        number += 1
-        directory = directory.with_name(f"{directory.name.partition('.')[0]}.{number}")
-    return ResultPaths(directory.absolute())
-
-
-@contextlib.contextmanager
-def _in_use(target: _Target | None) -> Iterator[None]:
-    """Keep evalkit's own snapshot from being retired meanwhile."""
-    if target is None or target.snapshot_dir is None or target.snapshot.export_id is None:
-        yield
-        return
-    fd = use_snapshot(target.snapshot_dir, target.snapshot.export_id)
-    try:
-        yield
-    finally:
-        os.close(fd)
+def _new_results(run: RunPaths, version: str) -> ResultPaths:
+    """A new directory among the results by hand, named after version and time."""
+    version = re.sub(r"[^\w.-]", "_", version)
+    stem = f"{version}-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
+    for number in itertools.count():
+        directory = run.manual / (f"{stem}.{number}" if number else stem)
+        try:
+            directory.mkdir(parents=True)
+        except FileExistsError:
+            continue
+        break
+    return ResultPaths(directory)
 
 
 async def _pin_and_evaluate(
     hold: FleetHold,
-    target: _Target | None,
+    target: PinTarget | None,
     suite: Suite,
-    results: ResultPaths,
+    results: ResultPaths | None,
     request: RunRequest,
-    seconds: float,
-    progress: Progress | None,
-) -> tuple[PinProof, Evaluation]:
-    end = time.monotonic() + seconds
+    end: float,
+    progress: Progress,
+) -> Result:
     try:
-        async with asyncio.timeout(seconds) as scope:
-            proof = await _proof(hold, target, request)
+        async with asyncio.timeout(end - time.monotonic()) as scope:
+            proof = await _proof(hold, target, request.load_timeout, progress)
     except TimeoutError:
         if not scope.expired():
             raise
         raise BusyError(f"the fleet was not pinned within {request.timeout:g} s", "give a longer --timeout") from None
+    results = results or _new_results(RunPaths(request.run_dir.absolute()), proof.version)
     evaluation = await evaluate(
         suite,
         proof,
@@ -162,15 +135,13 @@ async def _pin_and_evaluate(
         sample_timeout=request.sample_timeout,
         deadline=end - time.monotonic(),
         check=hold.check,
-        progress=progress,
+        progress=lambda done, total: progress(f"{done} of {total} samples"),
     )
-    return proof, evaluation
+    return _result(proof, evaluation, results)
 
 
-async def _proof(hold: FleetHold, target: _Target | None, request: RunRequest) -> PinProof:
+async def _proof(hold: FleetHold, target: PinTarget | None, load_timeout: float, progress: Progress) -> PinProof:
     fleet = load_fleet(hold.paths)
-    if not fleet.engines:
-        raise UnavailableError(f"fleet {fleet.name} has no engines", "start some with evalkit fleet up")
     async with connect(hold.paths, fleet.engines) as clients:
         states: list[EngineState | BaseException] = await each(clients, lambda client: client.state())
     if target is None:
@@ -178,10 +149,11 @@ async def _proof(hold: FleetHold, target: _Target | None, request: RunRequest) -
     try:
         proof = _pinned_proof(fleet, states)
     except UnavailableError:
-        proof = None
-    if proof is not None and (proof.version, proof.digest) == (target.pin.version, target.pin.digest):
-        return proof
-    return await pin_engines(hold, target.pin, load_timeout=request.load_timeout)
+        pass  # not pinned alike, or not answering: pinning mends both
+    else:
+        if (proof.version, proof.digest) == (target.version, target.digest):
+            return proof
+    return await pin_engines(hold, target, load_timeout=load_timeout, progress=progress)
 
 
 def _pinned_proof(fleet: FleetRecord, states: list[EngineState | BaseException]) -> PinProof:
@@ -190,6 +162,8 @@ def _pinned_proof(fleet: FleetRecord, states: list[EngineState | BaseException])
     Raises:
         UnavailableError: one is not pinned, or on something else than the others.
     """
+    if fleet.state != "up" or not fleet.engines:
+        raise UnavailableError(f"fleet {fleet.name} is {fleet.state}", "start it with evalkit fleet up")
     engines, pins = [], []
     for record, state in zip(fleet.engines, states, strict=True):
         if isinstance(state, BaseException):
