@@ -138,11 +138,11 @@ class EngineClient:
                 return response.status, await response.read()
         except TimeoutError:
             raise EngineFailedError(f"{self.name} did not answer {path} within {timeout:g} s") from None
+        except aiohttp.ClientConnectorError as error:
+            why = error.os_error.strerror or error
+            raise EngineFailedError(f"{self.name} can't be reached: {why}", refused_connection=True) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise EngineFailedError(
-                f"{self.name} can't be reached: {error or type(error).__name__}",
-                refused_connection=isinstance(error, aiohttp.ClientConnectorError),
-            ) from error
+            raise EngineFailedError(f"{self.name} broke off: {error or type(error).__name__}") from error
 
     def _decode(self, body: bytes, kind: type[T]) -> T:
         try:

@@ -58,13 +58,11 @@ def stop_engines(engines: Sequence[EngineRecord], *, grace: float = TERM_GRACE) 
     """
     found = processes_of(engines)
     shared = _shared_memory(found) | _shared_memory_named(engines)
-    for process in _first_to_end(engines, found):
-        kill(process, signal.SIGTERM)
-    _wait(lambda: not processes_of(engines), grace)
-    # Trackers end by themselves when nobody is left, and remove the shared memory that was registered with them.
-    for process in processes_of(engines):
-        if not _is_tracker(process):
-            kill(process)
+    # A server that is told to end ends its children; children without one have nothing left to finish.
+    served = [engine for engine in engines if engine.process and kill(engine.process, signal.SIGTERM)]
+    _kill_workers([engine for engine in engines if engine not in served])
+    _wait(lambda: not processes_of(served), grace)
+    _kill_workers(served)
     _wait(lambda: not processes_of(engines), TRACKER_GRACE)
     if not _wait(lambda: not _kill_all(engines), KILL_TIMEOUT):
         pids = ", ".join(str(process.pid) for process in processes_of(engines))
@@ -74,9 +72,12 @@ def stop_engines(engines: Sequence[EngineRecord], *, grace: float = TERM_GRACE) 
         _remove_tmp(engine)
 
 
-def _first_to_end(engines: Iterable[EngineRecord], found: set[ProcessId]) -> set[ProcessId]:
-    """The API servers, which end their own children; all processes where none lives."""
-    return {engine.process for engine in engines if engine.process in found and engine.process} or found
+def _kill_workers(engines: Sequence[EngineRecord]) -> None:
+    """Kill all but Python's resource trackers: these end by themselves when nobody else is left, and remove the shared
+    memory that was registered with them."""
+    for process in processes_of(engines):
+        if not _is_tracker(process):
+            kill(process)
 
 
 def _kill_all(engines: Sequence[EngineRecord]) -> set[ProcessId]:
