@@ -1,4 +1,4 @@
-"""One weight file to its place: by reflink, by hard link, or left to be copied."""
+"""Weight files in their place: shared by reflink or hard link, or new ones to copy into."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def link_file(source: Path, target: Path, mode: CopyMode) -> bool:
         return True
     if mode == "reflink":
         raise UsageError(
-            f"--copy reflink: {target.parent} cannot share blocks with {source}", "use --copy auto", "export_failed"
+            f"--copy reflink: SNAPSHOT_DIR's file system cannot share blocks with {source}",
+            "use --copy auto",
+            "export_failed",
         )
     return False
 
@@ -45,7 +47,7 @@ def _hardlink(source: Path, target: Path) -> None:
         if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
             raise
         raise UsageError(
-            f"--copy hardlink: {target.parent} cannot hold a link to {source}: {error.strerror}",
+            f"--copy hardlink: SNAPSHOT_DIR cannot hold a link to {source}: {error.strerror}",
             "use --copy auto",
             "export_failed",
         ) from error
@@ -61,3 +63,17 @@ def _reflink(source: Path, target: Path) -> bool:
             target.unlink()
             return False
     return True
+
+
+def create_file(path: Path, head: bytes) -> None:
+    """A new file that begins with `head`, its mode by the umask (safetensors' own writer leaves 0600)."""
+    with path.open("xb") as file:
+        file.write(head)
+
+
+def fsync_file(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

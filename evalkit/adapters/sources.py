@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -93,3 +95,21 @@ def _indexed(path: Path) -> tuple[Path, ...]:
     if stray:
         raise DataError(f"{path} has {stray[0]}, which {TORCH_INDEX} does not name", "remove shards of older exports")
     return tuple(files)
+
+
+class Unchanged:
+    """Files as they were, so that one which is rewritten while it is read does not become half a snapshot."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._stamps = {path: _stamp(path) for path in files}
+
+    def check(self) -> None:
+        """Raises DataError when one of them is no longer what it was."""
+        for path, stamp in self._stamps.items():
+            if _stamp(path) != stamp:
+                raise DataError(f"{path} changed while it was exported", "export when its writer is done")
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    stat = os.stat(path)
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino

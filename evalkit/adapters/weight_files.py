@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
-from evalkit.adapters.copying import CopyMode, link_file
-from evalkit.adapters.sources import Source
+from evalkit.adapters.copying import CopyMode, create_file, fsync_file, link_file
+from evalkit.adapters.sources import Source, Unchanged
 from evalkit.adapters.space import require_room
 from evalkit.decisions.shards import Outline, Shard, Written, check_doubled_head, plan_shards
-from evalkit.ground.errors import DataError
 from evalkit.ground.tensors import encode_header
 from evalkit.ground.transfer import Span, transfer
-
-Stamp = tuple[int, int, int]
 
 
 class FileWeights:
@@ -29,7 +25,7 @@ class FileWeights:
         self.copy = copy
         self.head = head
         self.headers = source.headers()
-        self.stamps = {name: _stamp(source.file(name)) for name in {h.file for h in self.headers.values()}}
+        self.unchanged = Unchanged(source.file(name) for name in {h.file for h in self.headers.values()})
         self.shards = plan_shards(self.headers, shard_size, head)
 
     @property
@@ -48,10 +44,10 @@ class FileWeights:
         if self.head is not None and directory is not None:
             spans.append(self._span(self.head))
         hashes = transfer(spans)
-        self._check_unchanged()
+        self.unchanged.check()
         if directory is not None:
             for shard in self.shards:
-                _fsync(directory / shard.file)
+                fsync_file(directory / shard.file)
         tensors = {name: (h.dtype, h.shape, hashes[name]) for name, h in self.headers.items()}
         if self.head is not None:
             check_doubled_head(self.head, tensors.pop(self.head), tensors, str(self.source.path))
@@ -64,7 +60,7 @@ class FileWeights:
         heads = {shard.file: self._head(shard) for shard in to_copy}
         require_room(directory, sum(self._length(name) for s in to_copy for name in s.tensors))
         for file, head in heads.items():
-            _create(directory / file, head)
+            create_file(directory / file, head)
         return [
             Span(name, directory / s.file, self.headers[name].start, self._length(name))
             for s in self.shards
@@ -95,28 +91,3 @@ class FileWeights:
     def _span(self, name: str) -> Span:
         h = self.headers[name]
         return Span(name, self.source.file(h.file), h.start, h.end - h.start)
-
-    def _check_unchanged(self) -> None:
-        for name, stamp in self.stamps.items():
-            if _stamp(self.source.file(name)) != stamp:
-                raise DataError(
-                    f"{self.source.file(name)} changed while it was exported", "export when its writer is done"
-                )
-
-
-def _stamp(path: Path) -> Stamp:
-    stat = os.stat(path)
-    return stat.st_size, stat.st_mtime_ns, stat.st_ino
-
-
-def _create(path: Path, head: bytes) -> None:
-    with path.open("xb") as file:  # not safetensors' own writer: that leaves the file at mode 0600
-        file.write(head)
-
-
-def _fsync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -29,6 +29,8 @@ HEAD = "lm_head.weight"
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
+_NAMED = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
 
 class Shard(NamedTuple):
     """One file of a snapshot.
@@ -142,9 +144,17 @@ def check_outline(outline: Outline, source: str) -> None:
             raise DataError(f"{source}: tensor {name} is empty, its shape is {list(shape)}", "gather it before saving")
 
 
-_CASTABLE = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
-
-
 def is_cast(headers: Mapping[str, TensorHeader], dtype: str | None) -> bool:
-    """Whether casting float tensors to `dtype` changes any; eight-bit floats are quantised and stay."""
-    return dtype is not None and any(_CASTABLE.get(h.dtype, dtype) != dtype for h in headers.values())
+    """Whether casting float tensors to `dtype` changes any."""
+    return any(cast_to(h.dtype, dtype) != h.dtype for h in headers.values())
+
+
+def cast_to(dtype: str, wanted: str | None) -> str:
+    """The dtype of a tensor after the cast; eight-bit floats are quantised and stay, as integers do."""
+    return _NAMED.get(wanted or "", dtype) if dtype in ("F16", "BF16", "F32", "F64") else dtype
+
+
+def drop_head(config: Mapping[str, Any], outline: Outline) -> Outline:
+    """The outline without a tied head."""
+    head = tied_head(config, outline)
+    return {name: info for name, info in outline.items() if name != head}

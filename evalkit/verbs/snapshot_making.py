@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 from evalkit import __version__
 from evalkit.adapters.sidecars import Sidecars
 from evalkit.decisions.shards import Written, byte_size
-from evalkit.ground.errors import StorageError
+from evalkit.ground.errors import ExportError, StorageError
 from evalkit.ground.files import write_atomic
 from evalkit.ground.layout import SnapshotPaths
 from evalkit.ground.schema import Manifest
-from evalkit.ground.tensors import INDEX_NAME, digest_of, encode_index
+from evalkit.ground.tensors import INDEX_NAME, digest_of, encode_index, read_headers
 from evalkit.state.snapshot import Snapshot, claim_snapshot_dir, hash_directory, open_snapshot
 from evalkit.state.staging import InUse, check_replaceable, staging
 
@@ -130,6 +130,7 @@ def make_snapshot(
         total = sum(byte_size(dtype, shape) for dtype, shape, _ in written.tensors.values())
         if len(set(written.files.values())) > 1:
             write_atomic(stage.path / INDEX_NAME, encode_index(written.files, total))
+        _check_written(stage.path, written)
         sidecars.write(stage.path)
         manifest = Manifest(
             export_id=export_id,
@@ -148,6 +149,13 @@ def make_snapshot(
         published = stage.publish(manifest, force=to.force, in_use=to.in_use)
     seconds = time.monotonic() - began
     return ExportResult(to.path, export_id, manifest.digest, total, seconds, not published, sidecars.missing)
+
+
+def _check_written(directory: Path, written: Written) -> None:
+    """Read the files as an engine will: whatever went wrong in writing them must not be published."""
+    found = {name: (header.dtype, header.shape) for name, header in read_headers(directory).items()}
+    if found != {name: (dtype, shape) for name, (dtype, shape, _) in written.tensors.items()}:
+        raise ExportError(f"the files in {directory} do not hold what was written", "export again")
 
 
 def _sizes(directory: Path) -> dict[str, int]:
