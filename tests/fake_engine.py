@@ -5,7 +5,8 @@ Run as a process: `python tests/fake_engine.py --port 0 --port-file F --key-file
 It answers a prompt that ends in "12+30=" with the sum, "version=" with the pinned version, and anything else with the
 prompt itself; one character is one token. With a temperature above 0 an odd seed makes the sum wrong by one.
 
-Faults, set by `POST /fake/faults` (merged into those set before; null takes one away, {"clear": true} all of them):
+Faults, set by `POST /fake/faults` (merged into those set before; null takes one away, {"clear": true} all of
+them, lets go what hangs, and empties the log):
   hang true             /v1 requests wait until {"release": true}
   hang_after N          from the N-th /v1 request on they wait
   delay S               seconds before each /v1 answer
@@ -13,6 +14,7 @@ Faults, set by `POST /fake/faults` (merged into those set before; null takes one
   reset N               the next N /v1 connections are cut before an answer
   die_after N           the process ends hard at the N-th /v1 request
   stamp TEXT            "other": another digest, "none": no stamp, else the stamp itself; the next `stamp_count` answers
+  poison TEXT           requests with this prompt are answered with 500; slow TEXT: they wait as with hang
   garbage true          /v1 answers are no JSON
   finish TEXT           finish_reason of every answer
   pin_hang true         a pin waits for {"release": true}; pin_delay S: seconds before it
@@ -27,6 +29,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import hmac
+import itertools
 import json
 import os
 import re
@@ -64,6 +67,7 @@ class FakeEngine:
         self.flights: dict[int, bool] = {}  # id, and whether a load began while it was in flight
         self.max_in_flight = 0
         self.served = 0
+        self.numbers = itertools.count()
         self.requests: list[dict[str, Any]] = []
         self.pins: list[dict[str, Any]] = []
         self.started = time.monotonic()
@@ -150,7 +154,7 @@ async def serve(engine: FakeEngine, request: web.Request, handler: Any) -> web.S
     engine.requests.append(entry)
     engine.served += 1
     before = engine.stamp()
-    flight = engine.served
+    flight = next(engine.numbers)
     engine.flights[flight] = False
     engine.max_in_flight = max(engine.max_in_flight, len(engine.flights))
     try:
@@ -185,6 +189,11 @@ async def befall(engine: FakeEngine, request: web.Request, handler: Any) -> web.
         return refuse(500, "cut")
     if faults.get("hang") or engine.served >= faults.get("hang_after", float("inf")):
         await engine.wait_released()
+    prompt = (await request.json()).get("prompt")
+    if prompt is not None and prompt == faults.get("slow"):
+        await engine.wait_released()
+    if prompt is not None and prompt == faults.get("poison"):
+        return openai_error(500, "fault 500")
     if "delay" in faults:
         await asyncio.sleep(faults["delay"])
     status = engine.take("status", "count")
@@ -330,6 +339,8 @@ async def set_faults(request: web.Request) -> web.Response:
     engine, body = request.app[ENGINE], await request.json()
     if body.pop("clear", False):
         engine.faults.clear()
+        engine.release.set()
+        engine.requests, engine.pins, engine.served, engine.max_in_flight = [], [], 0, 0
     if body.pop("release", False):
         engine.faults.pop("hang", None)
         engine.faults.pop("hang_after", None)

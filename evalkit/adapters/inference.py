@@ -39,6 +39,7 @@ class Limits:
 
 
 LIMITS = Limits()
+HEALTH_TIMEOUT = 5.0  # seconds
 
 
 @dataclass
@@ -48,6 +49,7 @@ class _Engine:
     pinned: PinnedEngine
     stamp: str
     in_flight: int = 0
+    asked: int = 0
     failures: int = 0
     wrong: int = 0
     failing_since: float = 0.0
@@ -138,10 +140,20 @@ class Engines:
                     raise self._violation(engine, error) from None
             except AskAgain as error:
                 failed += 1
-                if failed >= self.limits.attempts or loop.time() >= end:
+                given_up = failed >= self.limits.attempts or loop.time() >= end
+                # While the engine itself is down the sample is not to blame, and waits for it or for another one.
+                if given_up and await self._is_healthy(engine):
                     return Answer(engine=engine.pinned.index, asked=asked, error=str(error))
             if not self._others(engine):
                 await asyncio.sleep(self.limits.pause_after(asked))
+
+    async def _is_healthy(self, engine: _Engine) -> bool:
+        try:
+            timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT)
+            async with self._session.get(f"{engine.pinned.url}/health", timeout=timeout) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, OSError):  # TimeoutError is an OSError
+            return False
 
     def _others(self, engine: _Engine) -> bool:
         now = asyncio.get_running_loop().time()
@@ -154,7 +166,7 @@ class Engines:
             now = loop.time()
             free = [engine for engine in self._engines if engine.is_open(now)]
             if free:
-                return min(free, key=lambda engine: (engine is last, engine.in_flight))
+                return min(free, key=lambda engine: (engine is last, engine.in_flight, engine.asked))
             self._check_lost(now)
             opens = min(engine.closed_until for engine in self._engines)
             await asyncio.sleep(min(max(opens - now, 0.01), 0.5))
@@ -173,6 +185,7 @@ class Engines:
         loop = asyncio.get_running_loop()
         started = loop.time()
         engine.in_flight += 1
+        engine.asked += 1
         trial = engine.on_trial = engine.failures > 0
         try:
             answer = await self._post(engine, request, asked)
