@@ -18,7 +18,7 @@ from evalkit.ground.tensors import encode_header
 from evalkit.ground.transfer import Span, transfer
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 DEFAULT_SHARD = 5 * 10**9  # bytes
 DTYPES = {
@@ -82,7 +82,7 @@ class ShardWriter:
         self._cancelled.set()
         self._pool.shutdown(wait=True)
 
-    def add(self, name: str, tensor: torch.Tensor, *, own: bool = True) -> None:
+    def add(self, name: str, tensor: Tensor, *, own: bool = True) -> None:
         """Take one tensor.
 
         Args:
@@ -173,7 +173,7 @@ def _hash(
     return {name: (c.dtype, c.shape, hashes[name]) for name, c in batch.items()}
 
 
-def _content(name: str, tensor: torch.Tensor, dtype: str | None, own: bool) -> _Content:
+def _content(name: str, tensor: Tensor, dtype: str | None, own: bool) -> _Content:
     torch = import_torch()
     kept = cast_to(header_dtype(name, tensor), dtype)
     plain = tensor.detach().to(device="cpu", dtype=getattr(torch, DTYPES[kept])).contiguous()
@@ -182,7 +182,7 @@ def _content(name: str, tensor: torch.Tensor, dtype: str | None, own: bool) -> _
     return _Content(kept, tuple(plain.shape), plain.reshape(-1).view(torch.uint8).numpy().data)
 
 
-def header_dtype(name: str, tensor: torch.Tensor) -> str:
+def header_dtype(name: str, tensor: Tensor) -> str:
     """The tensor's dtype as safetensors names it.
 
     Raises:

@@ -18,7 +18,7 @@ from evalkit.ground.errors import DataError
 from evalkit.ground.tensors import TensorHeader
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 
 class TensorWeights:
@@ -64,14 +64,14 @@ class TensorWeights:
         self.unchanged.check()
         return written
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, header in self.headers.items():
             yield name, _read_tensor(self.source.file(header.file), name, header)
         for state in self.states:
             yield from state.items()
 
 
-def _read_tensor(path: Path, name: str, header: TensorHeader) -> torch.Tensor:
+def _read_tensor(path: Path, name: str, header: TensorHeader) -> Tensor:
     torch = import_torch()
     raw = bytearray(header.end - header.start)
     with path.open("rb") as file:
@@ -79,11 +79,12 @@ def _read_tensor(path: Path, name: str, header: TensorHeader) -> torch.Tensor:
         if file.readinto(raw) != len(raw):
             raise DataError(f"{path} is cut in tensor {name}: it became shorter while it was read")
     dtype = getattr(torch, DTYPES[header.dtype])
-    flat: torch.Tensor = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
-    return flat.reshape(header.shape)
+    flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
+    tensor: Tensor = flat.reshape(header.shape)
+    return tensor
 
 
-def load_state_dict(path: Path) -> dict[str, torch.Tensor]:
+def load_state_dict(path: Path) -> dict[str, Tensor]:
     """The tensors of a torch file, mapped into memory where its format allows.
 
     Raises:
