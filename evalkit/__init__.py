@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from evalkit.ground.errors import EvalkitError, EvalSkip
-    from evalkit.verbs.export import export_snapshot
+    from evalkit.verbs.export_tensors import export_snapshot
 
 __version__ = "0.1.0"
 __all__ = ["EvalSkip", "EvalkitError", "__version__", "export_snapshot"]
@@ -18,7 +18,7 @@ __all__ = ["EvalSkip", "EvalkitError", "__version__", "export_snapshot"]
 _HOMES = {
     "EvalSkip": "evalkit.ground.errors",
     "EvalkitError": "evalkit.ground.errors",
-    "export_snapshot": "evalkit.verbs.export",
+    "export_snapshot": "evalkit.verbs.export_tensors",
 }
 
 

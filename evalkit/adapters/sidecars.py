@@ -14,7 +14,6 @@ from evalkit.ground.errors import DataError, NoSnapshotError
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
-CAST_DTYPES = ("bfloat16", "float16", "float32")
 
 # A family comes from one place, whole: a tokenizer put together from two directories would be a third one.
 _FAMILIES = {
@@ -60,7 +59,7 @@ class Sidecars:
                 os.fsync(file.fileno())
 
 
-def gather_sidecars(directory: Path | None, base: Path | None, dtype: str | None, source: Path) -> Sidecars:
+def gather_sidecars(directory: Path | None, base: Path | None, dtype: str | None, source: str) -> Sidecars:
     """Each family of files from the source's directory, else from the base.
 
     Args:

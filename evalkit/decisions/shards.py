@@ -29,7 +29,7 @@ HEAD = "lm_head.weight"
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
-_NAMED = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+DTYPE_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}  # as config.json and --dtype call them
 
 
 class Shard(NamedTuple):
@@ -151,7 +151,7 @@ def is_cast(headers: Mapping[str, TensorHeader], dtype: str | None) -> bool:
 
 def cast_to(dtype: str, wanted: str | None) -> str:
     """The dtype of a tensor after the cast; eight-bit floats are quantised and stay, as integers do."""
-    return _NAMED.get(wanted or "", dtype) if dtype in ("F16", "BF16", "F32", "F64") else dtype
+    return DTYPE_NAMES.get(wanted or "", dtype) if dtype in ("F16", "BF16", "F32", "F64") else dtype
 
 
 def drop_head(config: Mapping[str, Any], outline: Outline) -> Outline:

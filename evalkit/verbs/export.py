@@ -19,7 +19,6 @@ from evalkit.ground.result import Result
 from evalkit.ground.tensors import digest_of
 from evalkit.state.incarnations import known_incarnations
 from evalkit.state.run import remember, snapshot_dir_of
-from evalkit.verbs.export_tensors import export_snapshot
 from evalkit.verbs.snapshot_making import (
     Destination,
     ExportResult,
@@ -29,7 +28,7 @@ from evalkit.verbs.snapshot_making import (
     storage_errors,
 )
 
-__all__ = ["ExportRequest", "ExportResult", "export_snapshot", "export_source", "export_verb", "source_digest"]
+__all__ = ["ExportRequest", "ExportResult", "export_source", "export_verb", "source_digest"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +93,7 @@ def source_digest(request: ExportRequest) -> str:
 def _read(request: ExportRequest) -> tuple[Source, Sidecars, Weights]:
     source = find_source(request.source)
     base = find_base(request.base) if request.base is not None else None
-    sidecars = gather_sidecars(source.directory, base, request.dtype, source.path)
+    sidecars = gather_sidecars(source.directory, base, request.dtype, str(source.path))
     if source.kind == "safetensors":
         headers = source.headers()
         if not is_cast(headers, request.dtype):
