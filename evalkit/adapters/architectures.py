@@ -25,6 +25,9 @@ def check_architecture(snapshot_dir: Path, config: Mapping[str, Any], outline: O
     Raises:
         DataError: a tensor is missing or has another shape.
     """
+    architecture = (config.get("architectures") or [None])[0]
+    if not isinstance(architecture, str):
+        return "config.json names no architecture"
     known = known_shapes(config)
     if known is not None and fits(known, outline):
         return ""
@@ -34,9 +37,9 @@ def check_architecture(snapshot_dir: Path, config: Mapping[str, Any], outline: O
     if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
         if known is None:
             return "transformers is not installed"
-        check_complete(known, outline, config["architectures"][0], source)
+        check_complete(known, outline, architecture, source)
         return ""
-    unchecked = _check_with_transformers(config, outline, source)
+    unchecked = _check_with_transformers(architecture, config, outline, source)
     if not unchecked:
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.touch()
@@ -50,13 +53,11 @@ def _fingerprint(config: Mapping[str, Any], outline: Outline) -> str:
     return blake3.blake3(json.dumps([config, shapes], sort_keys=True).encode()).hexdigest()
 
 
-def _check_with_transformers(config: Mapping[str, Any], outline: Outline, source: str) -> str:
+def _check_with_transformers(architecture: str, config: Mapping[str, Any], outline: Outline, source: str) -> str:
     import torch
-    import transformers
 
-    architecture = (config.get("architectures") or [None])[0]
-    kind = getattr(transformers, str(architecture), None)
-    if "auto_map" in config or kind is None:
+    kind = None if "auto_map" in config else _class_of(architecture)
+    if kind is None:
         return f"transformers has no class {architecture}"
     if "quantization_config" in config:
         return "the weights are quantised"
@@ -68,8 +69,17 @@ def _check_with_transformers(config: Mapping[str, Any], outline: Outline, source
     expected = _saved_shapes(model)
     if expected.keys() - outline.keys() and outline.keys() - expected.keys() and _is_loadable(model, outline):
         expected = {name: shape for name, shape in expected.items() if name in outline}
-    check_complete(expected, outline, str(architecture), source)
+    check_complete(expected, outline, architecture, source)
     return ""
+
+
+def _class_of(architecture: str) -> Any:
+    try:
+        import transformers
+
+        return getattr(transformers, architecture, None)
+    except (ImportError, RuntimeError):  # it imports the class only now, with all that the class needs
+        return None
 
 
 def _saved_shapes(model: Any) -> dict[str, tuple[int, ...]]:
