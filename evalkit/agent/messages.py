@@ -24,9 +24,9 @@ class PinRequest(msgspec.Struct, frozen=True):
 
     fleet: Annotated[str, Meta(max_length=200)]
     epoch: Annotated[int, Meta(ge=1, le=2**62)]
-    path: Annotated[str, Meta(pattern=r"^/[^\x00]*$", max_length=4096)]
+    path: Annotated[str, Meta(pattern=r"\A/[^\x00]*\Z", max_length=4096)]
     version: Annotated[str, Meta(max_length=200)]
-    digest: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
+    digest: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
     drain_timeout: Seconds = 30.0
     load_timeout: Seconds = 600.0
 

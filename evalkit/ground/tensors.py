@@ -27,6 +27,10 @@ BITS = {
 }  # fmt: skip
 
 
+# What JSON of an unexpected form can raise: infinite numbers overflow, deep nesting exhausts the stack.
+_MALFORMED = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+
+
 class TensorHeader(NamedTuple):
     """One tensor of a safetensors file: where its bytes lie in the file, as absolute offsets."""
 
@@ -43,6 +47,8 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
     Raises:
         DataError: the file is cut, longer than its header says, or its header is not valid; names file and tensor.
     """
+    if not path.is_file():  # a pipe would hold the reader for ever
+        raise DataError(f"{path} is not a regular file")
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
@@ -57,8 +63,8 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
         tensors = [
             _entry(path.name, name, value, 8 + length) for name, value in entries.items() if name != "__metadata__"
         ]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(f"{path} has a damaged header: {error}") from error
+    except _MALFORMED as error:
+        raise DataError(f"{path} has a damaged header: {type(error).__name__}: {error}") from error
     tensors.sort(key=lambda item: (item[1].start, item[1].end))
     _check_extent(path, size, 8 + length, tensors)
     return dict(tensors)
@@ -125,8 +131,8 @@ def read_index(directory: Path) -> dict[str, str]:
         weight_map = json.loads(path.read_bytes())["weight_map"]
         if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
             raise TypeError("weight_map is not a mapping of names to file names")
-    except (ValueError, TypeError, KeyError) as error:
-        raise DataError(f"{path} is not a valid index: {error}") from error
+    except _MALFORMED as error:
+        raise DataError(f"{path} is not a valid index: {type(error).__name__}: {error}") from error
     return weight_map
 
 
