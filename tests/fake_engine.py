@@ -5,9 +5,10 @@ Run as a process: `python tests/fake_engine.py --port 0 --port-file F --key-file
 It answers a prompt that ends in "12+30=" with the sum, "version=" with the pinned version, and anything else with the
 prompt itself; one character is one token. With a temperature above 0 an odd seed makes the sum wrong by one.
 
-Faults, set by `POST /fake/faults` (merged into those set before; null takes one away, {"clear": true} all of
-them, lets go what hangs, and empties the log):
-  hang true             /v1 requests wait until {"release": true}
+Faults, set by --fault, else by FAKE_ENGINE_FAULTS, later by `POST /fake/faults` (merged into those set before; null
+takes one away, {"clear": true} all of them, lets go what hangs, and empties the log):
+  hang true             /v1 requests and probes wait until {"release": true}
+  hold true             /v1 requests alone wait so
   hang_after N          from the N-th /v1 request on they wait
   delay S               seconds before each /v1 answer
   status C, count N     the next N /v1 requests (all, without count) are answered with C
@@ -187,7 +188,7 @@ async def befall(engine: FakeEngine, request: web.Request, handler: Any) -> web.
         assert request.transport is not None
         request.transport.abort()
         return refuse(500, "cut")
-    if faults.get("hang") or engine.served >= faults.get("hang_after", float("inf")):
+    if faults.get("hang") or faults.get("hold") or engine.served >= faults.get("hang_after", float("inf")):
         await engine.wait_released()
     prompt = (await request.json()).get("prompt")
     if prompt is not None and prompt == faults.get("slow"):
@@ -343,6 +344,7 @@ async def set_faults(request: web.Request) -> web.Response:
         engine.requests, engine.pins, engine.served, engine.max_in_flight = [], [], 0, 0
     if body.pop("release", False):
         engine.faults.pop("hang", None)
+        engine.faults.pop("hold", None)
         engine.faults.pop("hang_after", None)
         engine.faults.pop("pin_hang", None)
         engine.release.set()
@@ -385,7 +387,7 @@ async def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--port-file", type=Path, required=True)
     parser.add_argument("--key-file", type=Path, required=True)
-    parser.add_argument("--fault", type=json.loads, default={})
+    parser.add_argument("--fault", type=json.loads, default=os.environ.get("FAKE_ENGINE_FAULTS", "{}"))
     args = parser.parse_args()
     runner = web.AppRunner(application(args.key_file.read_text().strip(), args.fault), handler_cancellation=True)
     await runner.setup()

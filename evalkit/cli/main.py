@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
 import click
@@ -64,4 +65,12 @@ def cli() -> None:
 
 
 def main(*args: Any, **kwargs: Any) -> None:
+    _open_standard_descriptors()
     cli(*args, prog_name="evalkit", **kwargs)
+
+
+def _open_standard_descriptors() -> None:
+    """Where a caller has closed 0, 1 or 2, a lock file would get that number, and be taken for output later."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)

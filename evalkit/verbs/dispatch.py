@@ -20,7 +20,7 @@ from evalkit.ground.schema import ActiveRecord, Outcome
 from evalkit.state import attempts, points
 from evalkit.state.incarnations import begin_incarnation, known_incarnations
 from evalkit.state.retirement import read_export_id
-from evalkit.state.run import fleet_name, remember, snapshot_dir_of
+from evalkit.state.run import fleet_name, open_run, remember, snapshot_dir_of
 from evalkit.verbs.due import Due, find_due
 from evalkit.verbs.exporting import digest_of_due, export_due
 from evalkit.verbs.settling import Ended, Look, end_owner, finish, ledger, settle_skip
@@ -81,15 +81,15 @@ def dispatch(request: DispatchRequest) -> Result:
     _validate(request)
     if request.step is not None and not request.final and request.step % request.every:
         return _answer(request, "not_due", request.step, detail=f"{request.step} is no multiple of {request.every}")
-    record = remember(request.run_dir, snapshot_dir=request.snapshot_dir, suite=request.suite, fleet=request.fleet)
+    record = open_run(request.run_dir, create=True)
     run = RunPaths(request.run_dir)
-    snapshot_dir = snapshot_dir_of(record, request.snapshot_dir)
-    due = find_due(run, snapshot_dir, request.step, request.source, request.baseline)
+    due = find_due(run, snapshot_dir_of(record, request.snapshot_dir), request.step, request.source, request.baseline)
     if due is None:
         return _answer(request, "nothing", detail="no complete snapshot is without a point")
     suite = str(request.suite.absolute()) if request.suite else record.suite
     if suite is None:
         raise UsageError("no suite is known", "give --suite or set EVALKIT_SUITE")
+    remember(request.run_dir, snapshot_dir=request.snapshot_dir, suite=request.suite, fleet=request.fleet)
     fleet = fleet_name(record, request.fleet)
     return _bring_into_flight(_Plan(request, run, due, suite, fleet, _digest_if_seen(run, due, request)))
 
@@ -247,7 +247,7 @@ def _carry_out(plan: _Plan, prepared: attempts.Prepared, replaced: list[AttemptP
     paths = plan.run.attempt(record.step, record.attempt)
     try:
         _wait_for_release(replaced)
-        details = export_due(plan.due, plan.request.export, record) if plan.due.source else {}
+        details = export_due(plan.run, plan.due, plan.request.export, record) if plan.due.source else {}
         if not paths.outcome.exists():
             if hand_over(paths, prepared.lock_fd, details):
                 os.close(prepared.lock_fd)

@@ -51,6 +51,7 @@ def export_due(run: RunPaths, due: Due, options: Mapping[str, Any], record: Acti
         incarnation=record.incarnation,
         export_id=record.export_id,
         force=_is_replaceable(run, due.snapshot),
+        in_use=lambda snapshot: used_by_attempt(run, snapshot, f"{record.step}.{record.attempt}"),
     )
     result = export_source(request)
     return {"digest": result.digest, "export_seconds": result.seconds}

@@ -6,6 +6,7 @@ cost time are imported only after it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -30,7 +31,8 @@ def main(order: dict[str, Any]) -> None:
     if not is_current(lock_fd, paths.lock):
         sys.exit(f"the lock of {paths.name} is not the one that was handed down")
     _sign(paths)
-    os.write(ack_fd, b"1")
+    with contextlib.suppress(BrokenPipeError):  # dispatch may be dead by now; the attempt is this process's all the same
+        os.write(ack_fd, b"1")
     os.close(ack_fd)
 
     from evalkit.verbs.working import work

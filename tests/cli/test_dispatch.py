@@ -1,0 +1,309 @@
+"""The ledger's commands as their users call them, against fake engines."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.fakes import FakeFleet, tiny_snapshot
+from tests.ledgers import Run, fault, is_alive, wait_for
+
+
+def drain(run: Run, code: int = 0, *words: str) -> dict[str, object]:
+    return run.json("drain", "--timeout", "60s", *words, code=code)
+
+
+def test_a_point_lands_and_gives_back_its_snapshot(run: Run, fleet: FakeFleet) -> None:
+    answer = run.dispatch("--step", 40, "--from", run.checkpoint(1.0))
+    assert (answer["state"], answer["attempt"]) == ("dispatched", 1)
+    assert drain(run)["in_flight"] == []
+    outcome = run.outcome(40)
+    assert outcome["outcome"] == "landed"
+    assert outcome["weight_version"] == "40"
+    assert outcome["metrics"]["eval/sums"] == 1.0
+    assert outcome["metrics"]["eval/step"] == 40
+    assert outcome["metrics"]["eval/sums/weight_version/mean"] == 40
+    assert outcome["metrics"]["eval/lag_steps"] == 0
+    assert outcome["metrics"]["eval/export_time_seconds"] > 0
+    assert run.leftovers() == []
+    assert run.names() == ["step_40"]
+    for step in (50, 60, 70):
+        run.dispatch("--step", step, "--from", run.checkpoint(float(step)))
+        drain(run)
+    assert run.names() == ["step_60", "step_70"]
+    assert [row["step"] for row in run.rows()] == [40, 50, 60, 70]
+
+
+def test_stdout_is_free_once_dispatch_returns(run: Run, fleet: FakeFleet) -> None:
+    """`$(evalkit dispatch …)` must not wait for the worker."""
+    fleet.faults(hold=True)
+    command = 'out=$(python -m evalkit dispatch --step 1 --from "$0"); echo "got: $out"'
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", command, run.checkpoint(1.0)],
+        env=run.environment(PATH=path),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "got: step_1 dispatched\n", done.stderr
+    fleet.faults(hold=None, release=True)
+    drain(run)
+
+
+def test_full_under_skip_is_busy_and_exports_nothing(run: Run, fleet: FakeFleet) -> None:
+    fleet.faults(hold=True)
+    for step in (1, 2):
+        run.dispatch("--step", step, "--from", run.checkpoint(float(step)))
+    answer = run.dispatch("--step", 3, "--from", run.checkpoint(3.0), "--policy", "skip")
+    assert (answer["state"], answer["reason"]) == ("skipped", "busy")
+    assert "1.1" in answer["detail"]
+    assert run.names() == ["step_1", "step_2"]
+    run.dispatch("--step", 4, "--from", run.checkpoint(4.0), "--policy", "skip", "--fail-on-skip", code=1)
+    fleet.faults(hold=None, release=True)
+    drain(run)
+    assert run.outcomes() == {"1.1": "landed", "2.1": "landed", "3.1": "busy", "4.1": "busy"}
+    assert [row["metrics"].get("eval/skipped_busy") for row in run.rows()] == [1, 1, None, None]
+
+
+@pytest.mark.parametrize("words", [("--policy", "backpressure"), ("--policy", "skip", "--final")])
+def test_backpressure_and_final_wait_for_room(run: Run, fleet: FakeFleet, words: tuple[str, ...]) -> None:
+    fleet.faults(hold=True)
+    run.dispatch("--step", 1, "--from", run.checkpoint(1.0))
+    waiting = run.start("dispatch", "--step", 2, "--from", run.checkpoint(2.0), "--max-in-flight", 1, *words)
+    fleet.engines[0].wait("in_flight")
+    assert waiting.poll() is None
+    fleet.faults(hold=None, release=True)
+    out, err = waiting.communicate(timeout=60)
+    assert (waiting.returncode, out) == (0, "step_2 dispatched\n"), err
+    drain(run)
+    assert run.outcomes() == {"1.1": "landed", "2.1": "landed"}
+
+
+def test_backpressure_past_its_deadline_is_busy(run: Run, fleet: FakeFleet) -> None:
+    fleet.faults(hold=True)
+    run.dispatch("--step", 1, "--from", run.checkpoint(1.0))
+    words = ("--step", 2, "--from", run.checkpoint(2.0), "--max-in-flight", 1, "--wait", "0.2s")
+    assert run.dispatch(*words)["reason"] == "busy"
+    assert run.dispatch(*words, "--final")["reason"] == "busy"
+    fleet.faults(hold=None, release=True)
+    drain(run)
+
+
+def test_a_step_in_flight_or_landed_unchanged_is_left_alone(run: Run, fleet: FakeFleet) -> None:
+    fleet.faults(hold=True)
+    words = ("--step", 40, "--from", run.checkpoint(1.0))
+    run.dispatch(*words)
+    assert run.dispatch(*words)["state"] == "in_flight"
+    fleet.faults(hold=None, release=True)
+    drain(run)
+    assert run.dispatch(*words)["state"] == "unchanged"
+    assert run.outcomes() == {"40.1": "landed"}
+
+
+def test_a_landed_step_with_other_weights_begins_another_life(run: Run, fleet: FakeFleet) -> None:
+    run.dispatch("--step", 40, "--from", run.checkpoint(1.0))
+    drain(run)
+    run.dispatch("--step", 40, "--from", run.checkpoint(2.0))
+    drain(run)
+    assert run.outcomes() == {"40.1": "landed", "40.2": "landed"}
+    first, second = run.outcome(40, 1), run.outcome(40, 2)
+    assert (first["incarnation"], second["incarnation"]) == (1, 2)
+    assert first["digest"] != second["digest"]
+    assert run.leftovers() == []
+
+
+def test_a_restarted_trainer_supersedes_and_both_are_kept(run: Run, fleet: FakeFleet) -> None:
+    fleet.faults(hold=True)
+    run.dispatch("--step", 40, "--from", run.checkpoint(1.0))
+    fleet.engines[0].wait("in_flight")
+    fleet.faults(hold=None)
+    answer = run.dispatch("--step", 40, "--from", run.checkpoint(2.0))
+    assert (answer["state"], answer["attempt"]) == ("dispatched", 2)
+    drain(run)
+    assert run.outcomes() == {"40.1": "superseded", "40.2": "landed"}
+    assert run.leftovers() == []
+    assert run.names() == ["step_40"]
+    assert run.outcome(40, 2)["digest"] != run.outcome(40, 1)["digest"]
+    fleet.faults(release=True)
+
+
+def test_named_lives_supersede_even_with_the_same_weights(run: Run, fleet: FakeFleet) -> None:
+    fleet.faults(hold=True)
+    run.dispatch("--step", 40, "--from", run.checkpoint(1.0), SLURM_JOB_ID="7")
+    fleet.engines[0].wait("in_flight")
+    fleet.faults(hold=None)
+    run.dispatch("--step", 40, "--from", run.checkpoint(1.0), SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1")
+    drain(run)
+    assert run.outcomes() == {"40.1": "superseded", "40.2": "landed"}
+    fleet.faults(release=True)
+
+
+def test_every_and_newest_and_nothing(run: Run, fleet: FakeFleet) -> None:
+    assert run.dispatch("--step", 41, "--every", 10, "--from", run.checkpoint(1.0))["state"] == "not_due"
+    run.call("export", run.checkpoint(1.0), "--step", 9000)
+    run.call("export", run.checkpoint(2.0), "--step", 10000)
+    assert [run.dispatch()["step"], run.dispatch()["step"]] == [10000, 9000]
+    assert run.dispatch()["state"] == "nothing"
+    drain(run)
+    assert run.outcomes() == {"9000.1": "landed", "10000.1": "landed"}
+
+
+def test_a_trainers_own_directory_is_read_and_never_deleted(run: Run, fleet: FakeFleet) -> None:
+    for step in (1, 2, 3, 4):
+        tiny_snapshot(run.snapshot_dir / f"step_{step}", value=float(step))
+        (run.snapshot_dir / f"step_{step}" / ".complete").touch()
+        run.dispatch("--step", step)
+        drain(run)
+    assert set(run.outcomes().values()) == {"landed"}
+    run.call("gc", "--keep", 0)
+    assert run.names() == ["step_1", "step_2", "step_3", "step_4"]
+
+
+def test_a_baseline_needs_no_marker_and_is_never_deleted(run: Run, fleet: FakeFleet) -> None:
+    base = tiny_snapshot(run.root / "base", value=7.0)
+    run.dispatch("--baseline", base)
+    drain(run)
+    assert run.outcomes() == {"0.1": "landed"}
+    run.call("gc", "--keep", 0)
+    assert (base / "model.safetensors").exists()
+    assert not (base / ".complete").exists()
+
+
+@pytest.mark.parametrize("case", ["absent", "no marker", "no source", "bad source"])
+def test_a_missing_checkpoint_is_a_recorded_skip(run: Run, fleet: FakeFleet, case: str) -> None:
+    tiny_snapshot(run.snapshot_dir / "step_41")
+    bad = run.root / "bad"
+    bad.mkdir()
+    (bad / "config.json").write_text("{}")
+    words = {
+        "absent": ("--step", 40),
+        "no marker": ("--step", 41),
+        "no source": ("--step", 42, "--from", run.root / "gone"),
+        "bad source": ("--step", 43, "--from", bad),
+    }[case]
+    answer = run.dispatch(*words)
+    assert (answer["state"], answer["reason"]) == ("skipped", "ckpt_missing")
+    assert answer["detail"]
+    assert run.leftovers() == []
+    assert run.dispatch(*words, "--ci-test", code=1)["reason"] == "ckpt_missing"
+
+
+def test_without_a_fleet_the_point_is_unhealthy(run: Run) -> None:
+    answer = run.dispatch("--step", 40, "--from", run.checkpoint(1.0))
+    assert (answer["state"], answer["reason"]) == ("skipped", "unhealthy")
+    assert "fleet up" in answer["detail"]
+    assert run.names() == []
+
+
+def test_usage_errors(run: Run, fleet: FakeFleet) -> None:
+    words = ("--step", 1, "--from", run.checkpoint(1.0))
+    assert "--keep 1" in run.call("dispatch", *words, "--keep", 1, code=2).stderr
+    assert "exclude" in run.call("dispatch", *words, "--baseline", run.root, code=2).stderr
+    assert "--step" in run.call("dispatch", "--from", run.root / "weights", code=2).stderr
+    assert "--suite" in run.call("dispatch", *words, code=2, EVALKIT_SUITE="").stderr
+    assert "--eval-hf-dir" in run.call("dispatch", *words, code=2, EVALKIT_EVAL_HF_DIR="").stderr
+    assert run.outcomes() == {}
+
+
+def test_first_use_records_suite_and_directories(run: Run, fleet: FakeFleet) -> None:
+    run.dispatch("--step", 1, "--from", run.checkpoint(1.0))
+    drain(run)
+    run.env = {"EVALKIT_SUITE": "", "EVALKIT_EVAL_HF_DIR": ""}
+    run.dispatch("--step", 2, "--from", run.checkpoint(2.0))
+    drain(run)
+    assert run.outcomes() == {"1.1": "landed", "2.1": "landed"}
+
+
+def test_cancel(run: Run, fleet: FakeFleet) -> None:
+    fleet.faults(hold=True)
+    run.dispatch("--step", 40, "--from", run.checkpoint(1.0))
+    fleet.engines[0].wait("in_flight")
+    worker = json.loads((run.paths.attempt(40, 1).results / "worker.json").read_text())["pid"]
+    assert run.json("cancel", 40)["cancelled"] == ["40.1"]
+    wait_for(lambda: not is_alive(worker), "the worker's end")
+    assert run.outcomes() == {"40.1": "cancelled"}
+    assert run.leftovers() == []
+    assert run.json("cancel", 40)["cancelled"] == []
+    fleet.faults(hold=None, release=True)
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_dispatch_is_cancelled(run: Run, fleet: FakeFleet, signum: int, code: int) -> None:
+    spec = fault("command", "evalkit.state.staging:Staging.publish", "before", run.root / "note", "hold")
+    process = run.start("dispatch", "--step", 40, "--from", run.checkpoint(1.0), fault=spec)
+    wait_for((run.root / "note").exists, "the export")
+    process.send_signal(signum)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == code, err
+    assert "Traceback" not in err
+    assert run.outcomes() == {"40.1": "cancelled"}
+    assert run.leftovers() == []
+
+
+def test_drain_gives_up_at_its_deadline(run: Run, fleet: FakeFleet) -> None:
+    fleet.faults(hold=True)
+    run.dispatch("--step", 40, "--from", run.checkpoint(1.0))
+    assert run.json("drain", "--timeout", "0.3s", code=75)["in_flight"] == ["40.1"]
+    fleet.faults(hold=None, release=True)
+    assert drain(run)["outcomes"] == [{"step": 40, "attempt": 1, "outcome": "landed", "reason": None}]
+
+
+def test_drain_fails_on_skips_since_the_last_one(run: Run, fleet: FakeFleet) -> None:
+    run.dispatch("--step", 40)
+    assert run.call("drain", "--ci-test", code=1).stdout == "step_40 attempt 1 skipped ckpt_missing\n"
+    run.call("drain", "--fail-on-skip")
+
+
+def test_an_engine_that_fails_is_unhealthy(run: Run, fleet: FakeFleet) -> None:
+    fleet.faults(pin_error={"status": 422, "error": "refused", "detail": "tensor layer.0.weight has another shape"})
+    run.dispatch("--step", 40, "--from", run.checkpoint(1.0))
+    drain(run)
+    assert run.outcomes() == {"40.1": "ckpt_missing"}
+    assert "layer.0.weight" in run.outcome(40)["detail"]
+
+
+def test_the_wrong_digest_twice_is_a_pin_violation(run: Run, fleet: FakeFleet) -> None:
+    wrong = {"pin_digest": "f" * 64}
+    fleet.faults(**wrong)
+    run.env = {"FAKE_ENGINE_FAULTS": json.dumps(wrong)}  # for the engine that is started in its place
+    run.dispatch("--step", 40, "--from", run.checkpoint(1.0))
+    drain(run)
+    assert run.outcomes() == {"40.1": "pin_violation"}
+
+
+def test_status_shows_points_fleet_and_disk(run: Run, fleet: FakeFleet) -> None:
+    run.dispatch("--step", 40, "--from", run.checkpoint(1.0))
+    drain(run)
+    shown = run.call("status").stdout
+    assert "sums=1" in shown
+    assert "fleet eval: up, 1 engines, pinned on step_40" in shown
+    assert run.json("status")["snapshots"]["names"] == ["step_40"]
+
+
+def test_gc_explains_and_a_dry_run_changes_nothing(run: Run, fleet: FakeFleet) -> None:
+    for step in (1, 2, 3):
+        run.dispatch("--step", step, "--from", run.checkpoint(float(step)), "--keep", 3)
+        drain(run)
+    run.call("export", run.checkpoint(9.0), "--step", 2000)
+    run.call("export", run.checkpoint(8.0), "--step", 1000)
+    dry = run.call("gc", "--keep", "0", "--dry-run").stdout
+    assert run.names() == ["step_1", "step_1000", "step_2", "step_2000", "step_3"]
+    assert run.call("gc", "--keep", "0").stdout.splitlines().sort() == dry.splitlines().sort()
+    assert run.names() == ["step_1000", "step_2000", "step_3"]  # step_3 is what the fleet is pinned on
+    assert "keep   step_1000: not evaluated yet" in dry
+
+
+def test_dispatch_without_standard_descriptors(run: Run, fleet: FakeFleet) -> None:
+    """A daemon may start it with its descriptors closed."""
+    command = 'exec "$0" -m evalkit dispatch --step 1 --from "$1" <&- >&- 2>&-'
+    words = ["bash", "-c", command, sys.executable, run.checkpoint(1.0)]
+    assert subprocess.run(words, env=run.environment(), timeout=60).returncode == 0
+    drain(run)
+    assert run.outcomes() == {"1.1": "landed"}

@@ -1,0 +1,110 @@
+"""Many dispatchers at once, and an owner that lives and never ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+
+from tests.fakes import FakeFleet
+from tests.ledgers import Run, fault, is_alive, wait_for
+
+DISPATCHERS = 64
+
+
+def test_sixty_four_at_once(run: Run, fleet: FakeFleet) -> None:
+    fleet.faults(hold=True)
+    go = run.root / "go"
+    checkpoint = run.checkpoint(1.0)
+    run.call("status", code=None)
+    processes = []
+    for step in range(DISPATCHERS):
+        note = run.root / f"note-{step}"
+        spec = fault("command", "evalkit.verbs.dispatch:_bring_into_flight", "before", note, "hold", go=str(go))
+        words = ("dispatch", "--step", step, "--from", checkpoint, "--policy", "skip", "--max-in-flight", 2)
+        processes.append(run.start(*words, fault=spec))
+    wait_for(lambda: len(list(run.root.glob("note-*"))) == DISPATCHERS, "the barrier", 120)
+    go.touch()
+    for process in processes:
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+    assert len(list(run.paths.active.glob("*.lock"))) == 2
+    assert len(run.names()) == 2
+    fleet.faults(hold=None, release=True)
+    run.call("drain", "--timeout", "60s")
+    reasons = list(run.outcomes().values())
+    assert (len(reasons), reasons.count("busy"), reasons.count("landed")) == (64, 62, 2)
+    assert sorted(row["step"] for row in run.rows()) == list(range(DISPATCHERS))
+    assert run.leftovers() == []
+
+
+def test_a_stopped_worker_is_timed_out_and_changes_nothing_when_it_wakes(run: Run, fleet: FakeFleet) -> None:
+    fleet.faults(hold=True)
+    run.dispatch("--step", 40, "--from", run.checkpoint(1.0), "--timeout", "4s")
+    fleet.engines[0].wait("in_flight")
+    stopped = stop_worker_out_of_reach(run, 40)
+    wait_for(lambda: time.time() > deadline_of(run, 40) + 5.1, "the deadline")
+    fleet.faults(hold=None)
+    run.dispatch("--step", 50, "--from", run.checkpoint(2.0), "--max-in-flight", 1)
+    run.call("drain", "--timeout", "60s", code=75 if is_listed(run, 40) else 0)
+    assert run.outcomes() == {"40.1": "timeout", "50.1": "landed"}
+    before, rows, state = run.outcome(40), run.rows(), fleet.engines[0].call("/evalkit/state")
+    os.kill(stopped, signal.SIGCONT)
+    fleet.faults(release=True)
+    wait_for(lambda: not is_alive(stopped), "its end")
+    run.call("status")
+    assert (run.outcome(40), run.rows()) == (before, rows)
+    assert fleet.engines[0].call("/evalkit/state")["pin"] == state["pin"]
+    assert run.leftovers() == []
+
+
+def stop_worker_out_of_reach(run: Run, step: int) -> int:
+    """SIGSTOP it, and let it look like a process of another boot, which nobody here may kill."""
+    path = run.paths.attempt(step, 1).results / "worker.json"
+    identity = json.loads(path.read_text())
+    os.kill(identity["pid"], signal.SIGSTOP)
+    path.write_text(json.dumps({**identity, "boot_id": "another"}))
+    return int(identity["pid"])
+
+
+def deadline_of(run: Run, step: int) -> float:
+    return float(json.loads(run.paths.attempt(step, 1).record.read_text())["deadline"])
+
+
+def is_listed(run: Run, step: int) -> bool:
+    return run.paths.attempt(step, 1).lock.exists()
+
+
+def test_a_stopped_worker_within_reach_is_killed(run: Run, fleet: FakeFleet) -> None:
+    fleet.faults(hold=True)
+    run.dispatch("--step", 40, "--from", run.checkpoint(1.0), "--timeout", "3s")
+    fleet.engines[0].wait("in_flight")
+    pid = json.loads((run.paths.attempt(40, 1).results / "worker.json").read_text())["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    wait_for(lambda: time.time() > deadline_of(run, 40) + 5.1, "the deadline")
+    run.call("status")
+    wait_for(lambda: not is_alive(pid), "its end")
+    run.call("status")
+    assert run.outcomes() == {"40.1": "timeout"}
+    assert run.leftovers() == []
+    fleet.faults(hold=None, release=True)
+
+
+def test_a_worker_past_its_deadline_settles_itself(run: Run, fleet: FakeFleet) -> None:
+    fleet.faults(hold=True)
+    run.dispatch("--step", 40, "--from", run.checkpoint(1.0), "--timeout", "2s")
+    run.call("drain", "--timeout", "30s")
+    assert run.outcomes() == {"40.1": "timeout"}
+    fleet.faults(hold=None, release=True)
+
+
+def test_the_trainers_shell_may_die(run: Run, fleet: FakeFleet) -> None:
+    fleet.faults(hold=True)
+    process = run.start("dispatch", "--step", 40, "--from", run.checkpoint(1.0))
+    process.communicate(timeout=60)
+    os.kill(os.getpid(), 0)
+    fleet.engines[0].wait("in_flight")
+    fleet.faults(hold=None, release=True)
+    run.call("drain", "--timeout", "60s")
+    assert run.outcomes() == {"40.1": "landed"}
