@@ -71,11 +71,6 @@ def _feed_forward(config: Mapping[str, Any], hidden: int, inner: int) -> dict[st
     return layer
 
 
-def fits(expected: Shapes, outline: Outline) -> bool:
-    """Whether names and shapes are exactly the expected ones."""
-    return {name: shape for name, (_, shape) in outline.items()} == dict(expected)
-
-
 def check_complete(expected: Shapes, outline: Outline, architecture: str, source: str) -> None:
     """More tensors than expected are no error: some models carry heads that inference leaves out.
 

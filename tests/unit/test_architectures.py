@@ -1,0 +1,119 @@
+"""The arithmetic of common architectures, against transformers' own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from evalkit.adapters.architectures import check_architecture
+from evalkit.decisions.architectures import known_shapes
+from evalkit.ground.errors import DataError
+from evalkit.ground.layout import SnapshotPaths
+
+SMALL = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+}
+VARIANTS = [
+    ("Qwen3ForCausalLM", {}),
+    ("Qwen3ForCausalLM", {"head_dim": 16, "attention_bias": True}),
+    ("Qwen2ForCausalLM", {}),
+    ("LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    ("LlamaForCausalLM", {}),
+    ("MistralForCausalLM", {"head_dim": None}),
+]
+
+
+def build(architecture: str, **settings: Any) -> tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...]]]]:
+    """A config, and the tensors of the model that transformers makes of it, as they would be saved."""
+    import torch
+    import transformers
+    from transformers.core_model_loading import revert_weight_conversion
+
+    kind = getattr(transformers, architecture)
+    config = kind.config_class(**{**SMALL, **settings})
+    with torch.device("meta"):
+        model = kind(config)
+    state = revert_weight_conversion(model, model.state_dict())
+    if config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
+    content = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [architecture]}
+    return content, {name: ("F32", tuple(tensor.shape)) for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("architecture", "settings"), VARIANTS)
+def test_known_shapes_are_those_of_transformers(architecture: str, settings: dict[str, Any], tied: bool) -> None:
+    config, outline = build(architecture, **settings, tie_word_embeddings=tied)
+    assert known_shapes(config) == {name: shape for name, (_, shape) in outline.items()}
+
+
+def test_other_architectures_are_not_guessed() -> None:
+    assert known_shapes({"architectures": ["Qwen3MoeForCausalLM"], **SMALL}) is None
+    assert known_shapes({"architectures": ["Qwen3ForCausalLM"], "hidden_size": 3}) is None
+    assert known_shapes({}) is None
+
+
+def test_a_common_model_is_checked_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, outline = build("Qwen3ForCausalLM", tie_word_embeddings=False)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert check_architecture(tmp_path, config, outline, "m") == ""
+    without = {name: info for name, info in outline.items() if "layers.1." not in name}
+    with pytest.raises(DataError, match=r"m lacks model\.layers\.1\.\S+ and 10 more of Qwen3ForCausalLM's tensors"):
+        check_architecture(tmp_path, config, without, "m")
+    wrong = {**outline, "model.norm.weight": ("F32", (47,))}
+    with pytest.raises(DataError, match=r"model\.norm\.weight has the shape \[47\], by config\.json it is \[48\]"):
+        check_architecture(tmp_path, config, wrong, "m")
+
+
+def mixture() -> tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...]]]]:
+    return build("Qwen3MoeForCausalLM", num_experts=4, moe_intermediate_size=32, tie_word_embeddings=False)
+
+
+def test_another_architecture_is_compared_with_transformers(tmp_path: Path) -> None:
+    config, outline = mixture()
+    assert check_architecture(tmp_path, config, outline, "m") == ""
+    expert = "model.layers.0.mlp.experts.2.up_proj.weight"
+    without = {name: info for name, info in outline.items() if name != expert}
+    with pytest.raises(DataError, match=expert):
+        check_architecture(tmp_path, config, without, "m")
+    wrapped = {f"module.{name}": info for name, info in outline.items()}
+    with pytest.raises(DataError, match=r"it has module\.\S+, which the architecture has not"):
+        check_architecture(tmp_path, config, wrapped, "m")
+
+
+def test_names_that_transformers_accepts_are_accepted(tmp_path: Path) -> None:
+    config, outline = mixture()
+    bare = {name.removeprefix("model."): info for name, info in outline.items()}
+    assert check_architecture(tmp_path, config, bare, "m") == ""
+
+
+def test_what_was_found_to_fit_is_not_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, outline = mixture()
+    assert check_architecture(tmp_path, config, outline, "m") == ""
+    assert len(list(SnapshotPaths(tmp_path).architectures.iterdir())) == 1
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert check_architecture(tmp_path, config, outline, "m") == ""
+    fewer = dict(list(outline.items())[1:])
+    assert check_architecture(tmp_path, config, fewer, "m") != ""  # not the same tensors: it would have to be built
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({}, "names no architecture"),
+        ({"architectures": ["NovelForCausalLM"]}, "no class NovelForCausalLM"),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "auto_map": {}}, "no class Qwen3MoeForCausalLM"),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "quantization_config": {}}, "quantised"),
+    ],
+)
+def test_what_cannot_be_checked_says_why(tmp_path: Path, config: dict[str, Any], why: str) -> None:
+    assert why in check_architecture(tmp_path, config, {"w": ("F32", (1,))}, "m")
