@@ -57,7 +57,7 @@ def stop_engines(engines: Sequence[EngineRecord], *, grace: float = TERM_GRACE) 
         UnavailableError: a process did not end.
     """
     found = processes_of(engines)
-    shared = _shared_memory(found) | _shared_memory_named(engines)
+    shared = _shared_memory_of_all(found) | _shared_memory_named(engines)
     # A server that is told to end ends its children; children without one have nothing left to finish.
     served = [engine for engine in engines if engine.process and kill(engine.process, signal.SIGTERM)]
     _kill_workers([engine for engine in engines if engine not in served])
@@ -103,12 +103,13 @@ def _is_tracker(process: ProcessId) -> bool:
         return False
 
 
-def _shared_memory(processes: Iterable[ProcessId]) -> set[Path]:
+def _shared_memory_of_all(processes: Iterable[ProcessId]) -> set[Path]:
     """Files in /dev/shm that these processes have mapped."""
-    return {path for process in processes for path in _mapped(process.pid)}
+    return {path for process in processes for path in shared_memory_of(process.pid)}
 
 
-def _mapped(pid: int) -> set[Path]:
+def shared_memory_of(pid: int) -> set[Path]:
+    """Files in /dev/shm that `pid` has mapped, as far as they still have a name."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
     except OSError:
@@ -127,7 +128,7 @@ def _remove_shared_memory(paths: set[Path]) -> None:
     """Remove those that nobody has mapped any more."""
     if not paths:
         return
-    used = {path for name in os.listdir("/proc") if name.isdigit() for path in _mapped(int(name))}
+    used = {path for name in os.listdir("/proc") if name.isdigit() for path in shared_memory_of(int(name))}
     for path in paths - used:
         with contextlib.suppress(FileNotFoundError, PermissionError):
             path.unlink()

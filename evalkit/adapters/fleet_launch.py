@@ -187,7 +187,7 @@ async def _wait_up(start: _Start, index: int) -> bool:
                     return False
                 raise _noted(start, engine, _end_of(start, engine))
             if time.monotonic() > start.deadline:
-                raise _noted(start, engine, f"engine {index} was not up within {start.timeout:g} s ({answer})")
+                raise _noted(start, engine, f"engine {index} was not up within {start.timeout:.0f} s ({answer})")
             await asyncio.sleep(POLL)
 
 

@@ -24,11 +24,12 @@ def list_gpus() -> list[Gpu]:
         UnavailableError: there is none, or nvidia-smi fails.
     """
     rows = _query(f"--query-gpu={_GPU_FIELDS}")
-    users: dict[str, list[int]] = {}
-    for uuid, pid in _query("--query-compute-apps=gpu_uuid,pid") if rows else []:
-        users.setdefault(uuid, []).append(int(pid))
+    users = _query("--query-compute-apps=gpu_uuid,pid") if rows else []
     try:
-        gpus = [Gpu(i, uuid, int(used), int(total), tuple(users.get(uuid, ()))) for i, uuid, used, total in rows]
+        gpus = [
+            Gpu(index, uuid, int(used), int(total), tuple(int(pid) for on, pid in users if on == uuid))
+            for index, uuid, used, total in rows
+        ]
     except ValueError as error:
         raise UnavailableError(f"nvidia-smi gave rows that can't be read: {error}") from error
     if not gpus:

@@ -244,6 +244,7 @@ def log_tail(path: Path, *, lines: int, offset: int = 0) -> list[str]:
         with path.open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(offset, size - 400 * (lines + 1)))
-            return log.read().decode(errors="replace").splitlines()[-lines:]
+            found = log.read().decode(errors="replace").splitlines()
     except FileNotFoundError:
         return []
+    return found[-lines:] if lines else []

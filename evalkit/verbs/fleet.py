@@ -32,13 +32,18 @@ from evalkit.verbs.fleet_status import show_fleet
 
 
 def fleet_paths(run_dir: Path, name: str | None, *, create: bool = False) -> FleetPaths:
-    """The files of the fleet that `name`, the run's record or the default means; `create` makes and tells the run."""
+    """The files of the fleet that `name`, the run's record or the default means.
+
+    Args:
+        create: make the run if need be; the first fleet is recorded as the run's.
+    """
     run = run_dir.absolute()
     name = str(Path(name).absolute()) if name and "/" in name else name
+    record = open_run(run, create=create) if create or RunPaths(run).record.exists() else None
+    paths = RunPaths(run).fleet(fleet_name(record, name))
     if create:
-        remember(run, fleet=name)
-    record = open_run(run, create=False) if RunPaths(run).record.exists() else None
-    return RunPaths(run).fleet(fleet_name(record, name))
+        remember(run, fleet=fleet_name(record, name))
+    return paths
 
 
 @dataclass(frozen=True)

@@ -125,8 +125,8 @@ def fleet_logs(paths: FleetPaths, *, engine: int | None, lines: int) -> Result:
 def follow_logs(paths: FleetPaths, *, engine: int | None, lines: int) -> Iterator[str]:
     """The last lines, and then whatever is written, until the caller stops asking."""
     logs = _logs(paths, engine)
-    yield from fleet_logs(paths, engine=engine, lines=lines).lines
     positions = {name: path.stat().st_size for name, path in logs.items()}
+    yield from fleet_logs(paths, engine=engine, lines=lines).lines
     while True:
         for name, path in logs.items():
             with path.open("rb") as log:

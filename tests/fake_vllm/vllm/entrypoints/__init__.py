@@ -1,0 +1,1 @@
+"""Stands in for vLLM where a test injects faults into the start of engines."""
