@@ -39,15 +39,21 @@ class SampleLine(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None
 
 
+BUFFER = 1 << 17  # bytes
+
+
 class SampleFile:
     """Writes one dataset's samples. A context manager: what it wrote is on the disk when it ends well."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("wb")
+        self._file = path.open("wb", buffering=BUFFER)
         self._encoder = msgspec.json.Encoder(enc_hook=str)
 
     def write(self, line: SampleLine) -> None:
         self._file.write(self._encoder.encode(line) + b"\n")
+
+    def flush(self) -> None:
+        """Let readers see what was written. Called about every second, since a system call a line costs speed."""
         self._file.flush()
 
     def __enter__(self) -> SampleFile:

@@ -222,6 +222,8 @@ class _Run:
             await asyncio.sleep(CHECK_INTERVAL)
 
     def report(self) -> None:
+        for file in self.files:
+            file.flush()
         # Replaced whole but not fsynced: nothing depends on it.
         temporary = self.results.root / ".progress"
         temporary.write_bytes(msgspec.json.encode({"done": self.done, "total": self.total}))
