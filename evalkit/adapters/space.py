@@ -66,11 +66,11 @@ def _cgroup_rooms() -> list[int]:
         # In a container the path may be the host's, not visible here: then only the mount itself has the files.
         for group in {mount, *(mount / own.lstrip("/")).parents, mount / own.lstrip("/")}:
             if group.is_relative_to(mount):
-                rooms += _room(group, limit, used)
+                rooms += room_in(group, limit, used)
     return rooms
 
 
-def _room(group: Path, limit: str, used: str) -> list[int]:
+def room_in(group: Path, limit: str, used: str) -> list[int]:
     try:
         maximum = (group / limit).read_text().strip()
         usage = int((group / used).read_text())
