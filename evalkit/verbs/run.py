@@ -21,8 +21,7 @@ from evalkit.ground.schema import FleetRecord, PinnedEngine, PinProof, RunRecord
 from evalkit.state.fleet import load_fleet
 from evalkit.state.fleet_queue import FleetHold, hold_fleet
 from evalkit.state.run import fleet_name, open_run
-from evalkit.verbs.evaluate import Evaluation, check_suite
-from evalkit.verbs.evaluate import evaluate as evaluate
+from evalkit.verbs.evaluate import Evaluation, check_suite, evaluate
 from evalkit.verbs.pin import PinTarget, pin_engines, pin_target
 
 

@@ -24,8 +24,8 @@ from evalkit.state import attempts, points
 from evalkit.state.fleet_queue import FleetHold, hold_fleet, place_of
 from evalkit.state.retirement import read_export_id
 from evalkit.state.snapshot import known_digest, open_snapshot, use_snapshot
+from evalkit.verbs.evaluate import evaluate
 from evalkit.verbs.pin import PinTarget, pin_engines
-from evalkit.verbs.run import evaluate
 from evalkit.verbs.settling import Ended, finish, settle_skip
 
 LOOK_EVERY = 2.0  # seconds between looks whether somebody else has settled the attempt
