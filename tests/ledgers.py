@@ -97,7 +97,8 @@ class Run:
         return found
 
     def rows(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.paths.metrics.read_text().splitlines()]
+        text = self.paths.metrics.read_text() if self.paths.metrics.exists() else ""
+        return [json.loads(line) for line in text.splitlines()]
 
     def names(self) -> list[str]:
         """The snapshots that are there."""

@@ -11,7 +11,7 @@ from evalkit.ground.layout import AttemptPaths, RunPaths
 from evalkit.ground.result import Result
 from evalkit.state import attempts
 from evalkit.state.run import open_run
-from evalkit.verbs.settling import LET_GO, end_owner, ledger, mend, settle_skip
+from evalkit.verbs.settling import LET_GO, Look, end_owner, ledger, mend, settle_for_owner
 
 
 def cancel(run_dir: Path, step: int) -> Result:
@@ -25,7 +25,7 @@ def cancel(run_dir: Path, step: int) -> Result:
     with ledger(run) as look:
         cancelled = [run.attempt(live.step, live.attempt) for live in look.live if live.step == step]
         for paths in cancelled:
-            _end(paths)
+            _end(look, paths)
     _wait_for_owners(cancelled)
     mend(run)
     names = [paths.name for paths in cancelled]
@@ -33,11 +33,11 @@ def cancel(run_dir: Path, step: int) -> Result:
     return Result({"step": step, "cancelled": names}, lines or [f"nothing in flight at step {step}"])
 
 
-def _end(paths: AttemptPaths) -> None:
+def _end(look: Look, paths: AttemptPaths) -> None:
     record = attempts.read_record(paths)
     if record is None:
         return
-    settle_skip(paths, record, "cancelled", "by evalkit cancel")
+    settle_for_owner(look, paths, record, "cancelled", "by evalkit cancel")
     if attempts.read_worker(paths) is not None:
         # Before hand-over the owner is the trainer's own dispatch: it finds the outcome by itself.
         end_owner(paths, record, signal.SIGTERM)

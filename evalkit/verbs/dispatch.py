@@ -23,7 +23,7 @@ from evalkit.state.retirement import read_export_id
 from evalkit.state.run import fleet_name, open_run, remember, snapshot_dir_of
 from evalkit.verbs.due import Due, find_due
 from evalkit.verbs.exporting import digest_of_due, export_due
-from evalkit.verbs.settling import Ended, Look, end_owner, finish, ledger, settle_skip
+from evalkit.verbs.settling import Ended, Look, end_owner, finish, ledger, settle_for_owner, settle_skip
 
 POLL = 0.5  # seconds between looks while backpressure holds
 REPLACED_LETS_GO = 20.0  # seconds that a superseded worker gets to stop using its snapshot
@@ -171,7 +171,8 @@ def _supersede(run: RunPaths, step: int, attempt: int, look: Look) -> AttemptPat
     paths = run.attempt(step, attempt)
     record = attempts.read_record(paths)
     if record is not None:
-        settle_skip(paths, record, "superseded", "the trainer came to this step again with other weights")
+        detail = "the trainer came to this step again"
+        settle_for_owner(look, paths, record, "superseded", detail)
         end_owner(paths, record, 15)
     look.live = [live for live in look.live if (live.step, live.attempt) != (step, attempt)]
     return paths

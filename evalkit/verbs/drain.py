@@ -7,15 +7,16 @@ from pathlib import Path
 
 from evalkit.ground.errors import DataError
 from evalkit.ground.files import read_struct, write_struct
-from evalkit.ground.layout import RunPaths
+from evalkit.ground.layout import AttemptPaths, RunPaths
 from evalkit.ground.result import Result
 from evalkit.ground.schema import Drained, MetricsRow
-from evalkit.state import attempts
+from evalkit.state import attempts, points
 from evalkit.state.metrics_log import read_rows
 from evalkit.state.run import open_run
 from evalkit.verbs.settling import mend
 
 POLL = 0.2  # seconds between looks
+ENDING = 10.0  # seconds that a settled attempt's owner is waited for
 
 
 def drain(run_dir: Path, timeout: float, *, fail_on_skip: bool = False) -> Result:
@@ -36,8 +37,14 @@ def drain(run_dir: Path, timeout: float, *, fail_on_skip: bool = False) -> Resul
 
 
 def _still_there(run: RunPaths, names: set[str]) -> list[str]:
+    """Which of `names` are not settled, or have an owner that has not let go yet but may still do so."""
     mend(run)
-    return sorted(names & {paths.name for paths in attempts.list_attempts(run)}) if names else []
+    return sorted(paths.name for paths in attempts.list_attempts(run) if paths.name in names and not _is_over(paths))
+
+
+def _is_over(paths: AttemptPaths) -> bool:
+    outcome = points.read_outcome(paths.outcome)
+    return outcome is not None and time.time() > outcome.settled_at + ENDING
 
 
 def _report(run: RunPaths, left: list[str], *, fail_on_skip: bool) -> Result:

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from evalkit.decisions import outcomes
@@ -22,6 +23,7 @@ from evalkit.state import attempts, points
 from evalkit.state.metrics_log import append_row
 from evalkit.state.retirement import read_export_id
 from evalkit.state.run import LOCK_TIMEOUT
+from evalkit.state.staging import sweep_incoming
 from evalkit.verbs.retiring import retire_settled
 
 GRACE = 5.0  # seconds past its deadline before others settle an attempt
@@ -46,12 +48,14 @@ class Look:
         live: held, without an outcome: these count as in flight.
         ending: held, with an outcome; their owners have not let go yet.
         ended: finished when the ledger lock is free again.
+        settled: outcomes of attempts whose owners have not let go; their rows are written then.
         unfinished: what kept some of them from being finished.
     """
 
     live: list[LiveAttempt] = field(default_factory=list)
     ending: list[AttemptPaths] = field(default_factory=list)
     ended: list[Ended] = field(default_factory=list)
+    settled: list[Outcome] = field(default_factory=list)
     unfinished: list[str] = field(default_factory=list)
 
 
@@ -71,15 +75,17 @@ def ledger(run: RunPaths, timeout: float = LOCK_TIMEOUT) -> Iterator[Look]:
             yield look
     finally:
         for ended in look.ended:
-            _try_finish(ended, look)
+            _or_later(look, ended.outcome, partial(finish, ended))
+        for outcome in look.settled:
+            _or_later(look, outcome, partial(append_row, run, outcome))
 
 
-def _try_finish(ended: Ended, look: Look) -> None:
-    """Finish, or leave it for the next command: the outcome is safe, and a trainer must not fail of this."""
+def _or_later(look: Look, outcome: Outcome, action: Callable[[], None]) -> None:
+    """Act, or leave it for the next command: the outcome is safe, and a trainer must not fail of this."""
     try:
-        finish(ended)
+        action()
     except (OSError, BusyError) as error:
-        look.unfinished.append(f"{ended.paths.name}: {error}")
+        look.unfinished.append(f"{outcome.step}.{outcome.attempt}: {error}")
 
 
 def mend(run: RunPaths) -> Look:
@@ -119,7 +125,7 @@ def _inspect_held(paths: AttemptPaths, record: ActiveRecord | None, look: Look) 
     look.ending.append(paths)
     if outcome is None and record is not None:
         detail = f"not settled {now - record.admitted_at:.0f} s after its admission"
-        settle_skip(paths, record, "timeout", detail)
+        settle_for_owner(look, paths, record, "timeout", detail)
         end_owner(paths, record)
     elif outcome is not None and now > outcome.settled_at + LET_GO:
         end_owner(paths, record)
@@ -160,6 +166,14 @@ def settle_skip(
     return points.settle(paths, outcome)
 
 
+def settle_for_owner(look: Look, paths: AttemptPaths, record: ActiveRecord, reason: str, detail: str) -> None:
+    """Under the ledger lock: publish a skip for an attempt that another process still holds."""
+    settle_skip(paths, record, reason, detail)
+    outcome = points.read_outcome(paths.outcome)
+    if outcome is not None:
+        look.settled.append(outcome)
+
+
 def end_owner(paths: AttemptPaths, record: ActiveRecord | None, signum: int = 9) -> bool:
     """Signal the process that still holds a settled attempt, if it is certain which one that is."""
     owner = attempts.read_worker(paths) or (record.admitted_by if record else None)
@@ -173,6 +187,7 @@ def finish(ended: Ended) -> None:
         append_row(run, ended.outcome)
         points.sweep_temporaries(ended.paths)
         if ended.record is not None and ended.record.snapshot_dir is not None:
+            sweep_incoming(Path(ended.record.snapshot_dir))
             retire_settled(run, Path(ended.record.snapshot_dir), ended.record.keep, finishing=ended.paths)
         attempts.remove(ended.paths)
     finally:

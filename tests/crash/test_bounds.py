@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import time
+from collections.abc import Iterator
 
 from tests.fakes import FakeFleet
 from tests.ledgers import Run, fault, is_alive, wait_for
@@ -43,37 +45,37 @@ def test_a_stopped_worker_is_timed_out_and_changes_nothing_when_it_wakes(run: Ru
     fleet.faults(hold=True)
     run.dispatch("--step", 40, "--from", run.checkpoint(1.0), "--timeout", "4s")
     fleet.engines[0].wait("in_flight")
-    stopped = stop_worker_out_of_reach(run, 40)
-    wait_for(lambda: time.time() > deadline_of(run, 40) + 5.1, "the deadline")
-    fleet.faults(hold=None)
-    run.dispatch("--step", 50, "--from", run.checkpoint(2.0), "--max-in-flight", 1)
-    run.call("drain", "--timeout", "60s", code=75 if is_listed(run, 40) else 0)
-    assert run.outcomes() == {"40.1": "timeout", "50.1": "landed"}
-    before, rows, state = run.outcome(40), run.rows(), fleet.engines[0].call("/evalkit/state")
-    os.kill(stopped, signal.SIGCONT)
-    fleet.faults(release=True)
-    wait_for(lambda: not is_alive(stopped), "its end")
+    with stopped_worker_out_of_reach(run, 40) as stopped:
+        wait_for(lambda: time.time() > deadline_of(run, 40) + 5.1, "the deadline")
+        fleet.faults(hold=None, release=True)
+        run.dispatch("--step", 50, "--from", run.checkpoint(2.0), "--max-in-flight", 1)
+        run.call("drain", "--timeout", "60s")
+        assert run.outcomes() == {"40.1": "timeout", "50.1": "landed"}
+        before, rows, state = run.outcome(40), run.rows(), fleet.engines[0].call("/evalkit/state")
+        os.kill(stopped, signal.SIGCONT)
+        wait_for(lambda: not is_alive(stopped), "its end")
     run.call("status")
     assert (run.outcome(40), run.rows()) == (before, rows)
     assert fleet.engines[0].call("/evalkit/state")["pin"] == state["pin"]
     assert run.leftovers() == []
 
 
-def stop_worker_out_of_reach(run: Run, step: int) -> int:
+@contextlib.contextmanager
+def stopped_worker_out_of_reach(run: Run, step: int) -> Iterator[int]:
     """SIGSTOP it, and let it look like a process of another boot, which nobody here may kill."""
     path = run.paths.attempt(step, 1).results / "worker.json"
     identity = json.loads(path.read_text())
     os.kill(identity["pid"], signal.SIGSTOP)
     path.write_text(json.dumps({**identity, "boot_id": "another"}))
-    return int(identity["pid"])
+    try:
+        yield identity["pid"]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(identity["pid"], signal.SIGKILL)
 
 
 def deadline_of(run: Run, step: int) -> float:
     return float(json.loads(run.paths.attempt(step, 1).record.read_text())["deadline"])
-
-
-def is_listed(run: Run, step: int) -> bool:
-    return run.paths.attempt(step, 1).lock.exists()
 
 
 def test_a_stopped_worker_within_reach_is_killed(run: Run, fleet: FakeFleet) -> None:
