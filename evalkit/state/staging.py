@@ -37,8 +37,10 @@ class Staging:
         self.path = paths.incoming / export_id
         self.published = False
 
-    def publish(self, manifest: Manifest, *, force: bool, in_use: InUse) -> bool:
-        """Write manifest and marker, and rename to `step_<N>`; False when the same weights are there already.
+    def publish(self, manifest: Manifest, *, force: bool, in_use: InUse) -> str:
+        """Write manifest and marker, and rename to `step_<N>`, unless the same weights are there already.
+
+        Returns the export id of the snapshot that is there then.
 
         Raises:
             DataError: the step is there with others and `force` is false, or it is not evalkit's to replace.
@@ -50,15 +52,16 @@ class Staging:
         trashed = None
         with locked(self.paths.publish_lock, PUBLISH_TIMEOUT, what=f"publishing in {self.paths.root}"):
             if os.path.lexists(target):
-                if is_complete_with(target, manifest.digest):
-                    return False
+                same = _export_with(target, manifest.digest)
+                if same is not None:
+                    return same
                 trashed = set_aside(self.paths, target, force=force, in_use=in_use)
             os.rename(self.path, target)
             self.published = True
             fsync_dir(self.paths.root)
         if trashed is not None:
             shutil.rmtree(trashed, ignore_errors=True)  # what is left, gc takes
-        return True
+        return self.export_id
 
 
 @contextmanager
@@ -87,12 +90,13 @@ def staging(snapshot_dir: Path, export_id: str) -> Iterator[Staging]:
         os.close(lock)
 
 
-def is_complete_with(target: Path, digest: str) -> bool:
-    """Whether `target` is a complete snapshot of evalkit's with this digest."""
+def _export_with(target: Path, digest: str) -> str | None:
+    """The export id of `target`, if it is a complete snapshot of evalkit's with this digest."""
     try:
-        return open_snapshot(target).digest == digest
+        found = open_snapshot(target)
     except (DataError, NoSnapshotError):
-        return False
+        return None
+    return found.export_id if found.digest == digest else None
 
 
 def check_replaceable(paths: SnapshotPaths, target: Path, *, force: bool, in_use: InUse) -> str:

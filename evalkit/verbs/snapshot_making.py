@@ -146,9 +146,9 @@ def make_snapshot(
             tensors=written.tensors,
             missing=sidecars.missing,
         )
-        published = stage.publish(manifest, force=to.force, in_use=to.in_use)
+        there = stage.publish(manifest, force=to.force, in_use=to.in_use)
     seconds = time.monotonic() - began
-    return ExportResult(to.path, export_id, manifest.digest, total, seconds, not published, sidecars.missing)
+    return ExportResult(to.path, there, manifest.digest, total, seconds, there != export_id, sidecars.missing)
 
 
 def _check_written(directory: Path, written: Written) -> None:
