@@ -28,6 +28,7 @@ class Loader:
 
     rank: int
     model_config: Any
+    model_runner: Any
     reload_weights: Callable[..., None]
     evalkit_expected: BootTensors
     evalkit_loaded: dict[str, Any] | None
@@ -60,6 +61,7 @@ class Loader:
         self.evalkit_loaded = None
         hashes: dict[str, str] = {}
         self.reload_weights(weights_iterator=stream_tensors(Path(path), headers, hashes))
+        renew_tied_heads(self.model_runner.get_model())
         if hashes.keys() != headers.keys():
             raise RuntimeError(f"vLLM took only {len(hashes)} of {len(headers)} tensors")
         self.evalkit_loaded = {
@@ -73,6 +75,23 @@ class Loader:
     def evalkit_stamp(self) -> dict[str, Any]:
         """`{"rank", "version", "digest", "tensors", "bytes"}` of the last whole load; without one, only the rank."""
         return {"rank": self.rank, **(self.evalkit_loaded or {})}
+
+
+def renew_tied_heads(model: Any) -> None:
+    """Make output heads that are tied to an embedding follow it.
+
+    A reload writes the shared parameter through the embedding alone. On the CPU, though, a head multiplies with a
+    packed copy of it, which only its own step after loading renews: without this the engine would keep the old head.
+    """
+    import torch
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+    layers = [module for module in model.modules() if isinstance(module, VocabParallelEmbedding)]
+    embeddings = {id(layer.weight) for layer in layers if not isinstance(layer, ParallelLMHead)}
+    with torch.no_grad():
+        for layer in layers:
+            if isinstance(layer, ParallelLMHead) and id(layer.weight) in embeddings:
+                layer.quant_method.process_weights_after_loading(layer)
 
 
 def stream_tensors(
