@@ -40,10 +40,11 @@ $(READY): requirements/$(ENGINE).txt requirements/dev.txt pyproject.toml
 	@# Both builds of vLLM have the same files: never one over the other.
 	$(PYTHON) -m venv $$([ "$$(cat .venv/.engine 2>/dev/null)" = $(ENGINE) ] || echo --clear) .venv
 	@echo $(ENGINE) >.venv/.engine
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/$(ENGINE).txt -r requirements/dev.txt || { \
+	@echo "installing vLLM for the $(ENGINE) and the rest: a few minutes, a few GB"
+	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps -r requirements/$(ENGINE).txt -r requirements/dev.txt || { \
 	  echo "set-up failed; where pip does not find PyTorch, set PIP_EXTRA_INDEX_URL (see CONTRIBUTING.md, Set-up)" >&2; \
 	  exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
 demo: $(READY)
