@@ -82,12 +82,13 @@ class FakeFleet:
         for engine in self.engines:
             engine.faults(**faults)
 
-    def pin(self, path: Path, version: str, digest: str | None = None) -> PinProof:
+    def pin(self, path: Path, version: str, digest: str | None = None, *, drain_timeout: float = 5.0) -> PinProof:
         """Pin every engine under the next epoch, without any verb."""
         record = change_fleet(self.paths, lambda r: msgspec.structs.replace(r, epoch=r.epoch + 1, pinned=str(path)))
         pinned = []
         for engine in self.engines:
             body = {"epoch": record.epoch, "path": str(path), "version": version, "fleet": self.paths.name}
+            body["drain_timeout"] = drain_timeout
             answer = engine.call("/evalkit/pin", {**body, "digest": digest} if digest else body)
             digest = answer["ranks"][0]["digest"]
             pinned.append(PinnedEngine(index=engine.index, url=engine.url, nonce=answer["nonce"], ranks=1, vllm="fake"))

@@ -48,7 +48,11 @@ def exact(response: str, label: Any) -> bool:
 def numeric(response: str, label: Any) -> bool:
     """The last number in the response equals the label: 1,000 and 1e3 and 1000.0 are the same."""
     found = [match.group() for match in _NUMBER.finditer(response)]
-    return bool(found) and _decimal(found[-1]) == _decimal(label)
+    wanted = _decimal(label)
+    try:
+        return bool(found) and _decimal(found[-1]) == wanted
+    except ValueError:  # no number that a Decimal can hold
+        return False
 
 
 def regex(response: str, label: Any) -> bool:

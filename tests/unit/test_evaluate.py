@@ -273,6 +273,29 @@ def test_an_engine_that_stops_answering_loses_its_samples_to_the_other(two: Benc
     assert {sample["engine"] for sample in two.samples()} == {0}
 
 
+def test_an_evaluation_whose_engines_are_pinned_anew_by_others_ends(two: Bench) -> None:
+    two.fleet.faults(hang_after=6)
+    join = two.in_background(two.suite(100), concurrency=2)
+    for engine in two.fleet.engines:
+        engine.wait("in_flight")
+    two.fleet.faults(hang_after=None)
+    two.fleet.pin(tiny_snapshot(two.root / "step_50", value=1.0), "50", drain_timeout=0.1)
+    with pytest.raises(PinViolationError, match="somebody else has pinned it"):
+        join()
+    assert {sample["stamp"] for sample in two.samples()} == {
+        f"{engine.nonce}/{two.proof.epoch}/{two.proof.digest} {engine.nonce}/{two.proof.epoch}/{two.proof.digest}"
+        for engine in two.proof.engines
+    }
+
+
+def test_a_full_disk_ends_it(one: Bench) -> None:
+    one.results.samples.mkdir(parents=True)
+    one.results.dataset("sums").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):
+        one.run(one.suite(10))
+    assert not one.results.metrics.exists()
+
+
 def test_all_engines_gone_ends_it_as_unavailable(mortal: Bench) -> None:
     mortal.fleet.faults(die_after=10)
     with pytest.raises(UnavailableError, match=r"no engine answered for 1 s: engine 0 .*: .*; engine 1 ") as caught:

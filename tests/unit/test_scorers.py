@@ -26,6 +26,7 @@ CASES = [
     ("numeric", ".5", "0.50", 1),
     ("numeric", "v1.2.3", 3, 1),
     ("numeric", "12345678901234567891", "12345678901234567890", 0),
+    ("numeric", "1e99999999999999999999", 1, 0),
     ("numeric", "none at all", 0, 0),
     ("numeric", "", 0, 0),
     ("regex", "The answer is B.", r"\bB\b", 1),
