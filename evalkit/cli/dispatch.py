@@ -8,6 +8,7 @@ from typing import Any, Literal
 import click
 
 from evalkit.cli.common import DURATION, command, epilog, fleet_option, run_dir_option, snapshot_dir_option
+from evalkit.cli.export import export_options
 from evalkit.ground.result import Result
 
 _PATH = click.Path(path_type=Path)
@@ -62,6 +63,7 @@ _PATH = click.Path(path_type=Path)
 )
 @click.option("--load-timeout", type=DURATION, default="600s", show_default=True, help="Deadline of one load.")
 @click.option("--fail-on-skip", "--ci-test", is_flag=True, help="Exit with 1 if this point is skipped.")
+@export_options
 @fleet_option
 @snapshot_dir_option
 @run_dir_option
@@ -71,6 +73,10 @@ def dispatch(
     policy: Literal["backpressure", "skip"],
     concurrency: int,
     load_timeout: float,
+    base: str | None,
+    dtype: str | None,
+    copy: str,
+    shard_size: int | None,
     **options: Any,
 ) -> Result:
     """Export, admit, hand to a detached worker, return.
@@ -82,4 +88,5 @@ def dispatch(
     from evalkit.verbs.dispatch import dispatch as verb
 
     settings = {"concurrency": concurrency, "load_timeout": load_timeout}
-    return verb(DispatchRequest(fleet=fleet_name, policy=policy, settings=settings, **options))
+    export = {"base": base, "dtype": dtype, "copy": copy, "shard_size": shard_size}
+    return verb(DispatchRequest(fleet=fleet_name, policy=policy, settings=settings, export=export, **options))

@@ -7,7 +7,10 @@ import json
 import os
 import signal
 import time
+import urllib.error
 from collections.abc import Iterator
+
+import pytest
 
 from tests.fakes import FakeFleet
 from tests.ledgers import Run, fault, is_alive, wait_for
@@ -58,6 +61,26 @@ def test_a_stopped_worker_is_timed_out_and_changes_nothing_when_it_wakes(run: Ru
     assert (run.outcome(40), run.rows()) == (before, rows)
     assert fleet.engines[0].call("/evalkit/state")["pin"] == state["pin"]
     assert run.leftovers() == []
+
+
+def test_a_worker_that_wakes_with_an_old_epoch_pins_nothing(run: Run, fleet: FakeFleet) -> None:
+    """Stopped between making its epoch durable and claiming it: by then the engines have a newer one."""
+    note = run.root / "note"
+    spec = fault("worker", "evalkit.state.fleet_queue:FleetHold.next_epoch", "after", note, "hold")
+    run.call("dispatch", "--step", 40, "--from", run.checkpoint(1.0), "--timeout", "2s", fault=spec)
+    wait_for(note.exists, "the first epoch")
+    with stopped_worker_out_of_reach(run, 40) as stopped:
+        wait_for(lambda: time.time() > deadline_of(run, 40) + 5.1, "the deadline")
+        run.dispatch("--step", 50, "--from", run.checkpoint(2.0), "--max-in-flight", 1)
+        run.call("drain", "--timeout", "60s")
+        (run.root / "note.go").touch()
+        os.kill(stopped, signal.SIGCONT)
+        wait_for(lambda: not is_alive(stopped), "its end")
+    assert run.outcomes() == {"40.1": "timeout", "50.1": "landed"}
+    assert [pin["epoch"] for pin in fleet.engines[0].log()["pins"]] == [2]
+    with pytest.raises(urllib.error.HTTPError, match="409"):
+        fleet.engines[0].call("/evalkit/pin", {"epoch": 1, "path": str(run.root), "version": "40", "fleet": "eval"})
+    assert fleet.engines[0].call("/evalkit/state")["pin"]["version"] == "50"
 
 
 @contextlib.contextmanager
