@@ -26,7 +26,7 @@ def test_sixty_four_at_once(run: Run, fleet: FakeFleet) -> None:
     processes = []
     for step in range(DISPATCHERS):
         note = run.root / f"note-{step}"
-        spec = fault("command", "evalkit.verbs.dispatch:_bring_into_flight", "before", note, "hold", go=str(go))
+        spec = fault("command", "evalkit.verbs.admitting:admit", "before", note, "hold", go=str(go))
         words = ("dispatch", "--step", step, "--from", checkpoint, "--policy", "skip", "--max-in-flight", 2)
         processes.append(run.start(*words, fault=spec))
     wait_for(lambda: len(list(run.root.glob("note-*"))) == DISPATCHERS, "the barrier", 120)
