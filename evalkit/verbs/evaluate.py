@@ -6,9 +6,8 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
@@ -29,13 +28,13 @@ from evalkit.decisions.metrics import (
     overall_metrics,
     too_many_failed,
 )
-from evalkit.ground.errors import BusyError, EvalkitError, IncompleteError
+from evalkit.ground.errors import BusyError, DataError, EvalkitError, IncompleteError
 from evalkit.ground.files import fsync_dir, write_struct
 from evalkit.ground.layout import ResultPaths
 from evalkit.ground.schema import MetricsRecord, PinProof
 
 CHECK_INTERVAL = 1.0  # seconds
-SCORERS_AT_ONCE = 4  # threads that call it
+SCORERS_AT_ONCE = 4  # threads that call somebody's own scorer
 
 Check = Callable[[], object]
 Progress = Callable[[int, int], object]
@@ -106,7 +105,7 @@ async def evaluate(
         progress: called as often, with the samples done and their total.
 
     Raises:
-        DataError: the suite's rows or scorers are not usable.
+        DataError: the suite's rows or scorers are not usable, or the rows change meanwhile.
         UnavailableError: no engine answers any more.
         PinViolationError: an engine keeps answering under another pin.
         BusyError: the deadline passed; its skip reason is `timeout`.
@@ -141,7 +140,7 @@ def _publish(results: ResultPaths, record: MetricsRecord) -> None:
     fsync_dir(results.root.parent)
 
 
-async def _within(deadline: float | None, work: Any) -> None:
+async def _within(deadline: float | None, work: Awaitable[None]) -> None:
     try:
         async with asyncio.timeout(deadline) as scope:
             await work
@@ -177,27 +176,26 @@ class _Job:
     sample: int
 
 
+@dataclass
 class _Run:
-    """An evaluation under way: `concurrency` askers share one stream of jobs; one thread of control writes."""
+    """An evaluation under way: so many askers share one stream of jobs, and all write from one thread."""
 
-    def __init__(
-        self,
-        asked: list[Asked],
-        files: list[SampleFile],
-        engines: Engines,
-        proof: PinProof,
-        results: ResultPaths,
-        check: Check | None,
-        progress: Progress | None,
-    ) -> None:
-        self.asked, self.files, self.engines, self.proof, self.results = asked, files, engines, proof, results
-        self.check, self.progress = check, progress
-        self.total = sum(one.total for one in asked)
-        self.done = 0
-        self.slots = asyncio.Semaphore(SCORERS_AT_ONCE)
+    asked: list[Asked]
+    files: list[SampleFile]
+    engines: Engines
+    proof: PinProof
+    results: ResultPaths
+    check: Check | None
+    progress: Progress | None
+    done: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(one.total for one in self.asked)
 
     async def run(self, concurrency: int) -> None:
         jobs = self.jobs()
+        self.slots = asyncio.Semaphore(SCORERS_AT_ONCE)
         # Answers that wait for a slow scorer don't keep the engines waiting, until there are too many of them.
         self.backlog = asyncio.Semaphore(concurrency + SCORERS_AT_ONCE)
         async with asyncio.TaskGroup() as outer:
@@ -207,6 +205,9 @@ class _Run:
                     group.create_task(self.work(jobs, group))
             watcher.cancel()
         self.report()
+        if self.done != self.total:
+            found = f"{self.done} samples instead of {self.total}"
+            raise DataError(f"a dataset changed while it was read: {found}", reason="incomplete")
 
     def jobs(self) -> Iterator[_Job]:
         for asked, file in zip(self.asked, self.files, strict=True):

@@ -17,7 +17,7 @@ import pytest
 
 from evalkit.adapters.inference import LIMITS
 from evalkit.adapters.suite import load_suite
-from evalkit.ground.errors import BusyError, IncompleteError, PinViolationError, UnavailableError
+from evalkit.ground.errors import BusyError, DataError, IncompleteError, PinViolationError, UnavailableError
 from evalkit.ground.layout import ResultPaths
 from evalkit.ground.schema import PinProof
 from evalkit.verbs import evaluate as module
@@ -286,6 +286,18 @@ def test_an_evaluation_whose_engines_are_pinned_anew_by_others_ends(two: Bench) 
         f"{engine.nonce}/{two.proof.epoch}/{two.proof.digest} {engine.nonce}/{two.proof.epoch}/{two.proof.digest}"
         for engine in two.proof.engines
     }
+
+
+def test_a_dataset_that_changes_meanwhile_gives_no_result(one: Bench) -> None:
+    one.fleet.faults(hang=True)
+    join = one.in_background(one.suite(10), concurrency=1)
+    one.fleet.engines[0].wait("in_flight")
+    with (one.root / "sums.jsonl").open("a") as file:
+        file.write(json.dumps({"input": "1+1=", "label": "2"}) + "\n")
+    one.fleet.faults(release=True)
+    with pytest.raises(DataError, match="a dataset changed while it was read: 11 samples instead of 10"):
+        join()
+    assert not one.results.metrics.exists()
 
 
 def test_a_full_disk_ends_it(one: Bench) -> None:
