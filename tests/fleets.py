@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,22 @@ class FleetCommands:
         for path in self.run.fleets.glob("*.json"):
             self.record(path.stem)
         return done
+
+    def speak(self, engine: EngineRecord, path: str, body: Any = None) -> dict[str, Any]:
+        """One request to an engine, with the fleet's key."""
+        key = self.paths().key.read_text().strip()
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"x-evalkit-key": key, "content-type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(engine.url + path, data, headers), timeout=30) as response:
+            answer: dict[str, Any] = json.load(response)
+        return answer
+
+    def state(self, engine: EngineRecord) -> dict[str, Any]:
+        return self.speak(engine, "/evalkit/state")
+
+    def faults(self, engine: EngineRecord, **faults: Any) -> None:
+        """Set faults of a running engine, as tests/fake_engine.py lists them; a restart clears them."""
+        self.speak(engine, "/fake/faults", faults)
 
     def processes(self) -> set[ProcessId]:
         """The live processes of all engines seen so far."""

@@ -104,6 +104,7 @@ class EngineClient:
         Raises:
             DataError: the engine refused the snapshot and keeps its old pin.
             BusyError: the engine knows a higher epoch.
+            UnavailableError: the engine does not take such a request.
             EngineFailedError: anything else; the engine must be restarted.
         """
         status, body = await self._call("POST", "/evalkit/pin", request, timeout)
@@ -112,6 +113,8 @@ class EngineClient:
         error, detail = _explain(body)
         if status == 409 and error == "stale_epoch":
             raise BusyError(f"{self.name} was claimed by somebody else under a later epoch", "run the command again")
+        if status == 400:  # the request is wrong, not the engine
+            raise UnavailableError(f"{self.name} can't be asked for this pin: {detail}")
         if status == 422 and error == "refused":
             raise DataError(f"{self.name} refused the snapshot: {detail}")
         raise self._failed(status, body, wrong_weights=error == "digest_mismatch")

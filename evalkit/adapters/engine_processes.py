@@ -50,7 +50,7 @@ def processes_of(engines: Iterable[EngineRecord]) -> set[ProcessId]:
     return found
 
 
-def stop_engines(engines: Sequence[EngineRecord], *, grace: float = TERM_GRACE) -> None:
+def stop_engines(engines: Sequence[EngineRecord], *, grace: float | None = None) -> None:
     """End every process of these engines and remove what they leave in /dev/shm and in their own directories.
 
     Raises:
@@ -61,7 +61,7 @@ def stop_engines(engines: Sequence[EngineRecord], *, grace: float = TERM_GRACE) 
     # A server that is told to end ends its children; children without one have nothing left to finish.
     served = [engine for engine in engines if engine.process and kill(engine.process, signal.SIGTERM)]
     _kill_workers([engine for engine in engines if engine not in served])
-    _wait(lambda: not processes_of(served), grace)
+    _wait(lambda: not processes_of(served), TERM_GRACE if grace is None else grace)
     _kill_workers(served)
     _wait(lambda: not processes_of(engines), TRACKER_GRACE)
     if not _wait(lambda: not _kill_all(engines), KILL_TIMEOUT):

@@ -22,7 +22,7 @@ from evalkit.adapters.launcher import Launched
 from evalkit.ground.errors import BusyError, UnavailableError
 from evalkit.ground.layout import FleetPaths
 from evalkit.ground.locks import open_locked
-from evalkit.ground.processes import is_alive
+from evalkit.ground.processes import is_alive, this_process
 from evalkit.ground.schema import EngineRecord, FleetRecord
 from evalkit.state.fleet import change_fleet, load_fleet
 
@@ -261,10 +261,18 @@ async def restart_engines(
         _require_wanted(record)
         ailing = {engine.engine_id for engine in engines}
         current = [engine for engine in record.engines if engine.engine_id in ailing]
+        _require_here(current)
         await asyncio.to_thread(stop_engines, current)
         await start_and_wait(paths, [renewed(engine) for engine in current], timeout=timeout)
     finally:
         os.close(lock)
+
+
+def _require_here(engines: Sequence[EngineRecord]) -> None:
+    for engine in engines:
+        if engine.process and engine.process.host != this_process().host:
+            where = f"engine {engine.index} needs a restart and runs on {engine.process.host}"
+            raise UnavailableError(where, "run evalkit fleet up there")
 
 
 async def _launch_lock(paths: FleetPaths, timeout: float) -> int:

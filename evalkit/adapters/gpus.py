@@ -27,7 +27,7 @@ def list_gpus() -> list[Gpu]:
     users = _query("--query-compute-apps=gpu_uuid,pid") if rows else []
     try:
         gpus = [
-            Gpu(index, uuid, int(used), int(total), tuple(int(pid) for on, pid in users if on == uuid))
+            Gpu(index, uuid, _number(used), _number(total), tuple(_number(pid) for on, pid in users if on == uuid))
             for index, uuid, used, total in rows
         ]
     except ValueError as error:
@@ -35,6 +35,11 @@ def list_gpus() -> list[Gpu]:
     if not gpus:
         raise UnavailableError("nvidia-smi shows no GPU", "use --engines K to start engines on the CPU")
     return gpus
+
+
+def _number(cell: str) -> int:
+    """0 for a cell like `[N/A]`: some GPUs have no memory of their own, and some processes are hidden."""
+    return int(cell) if cell.isdigit() else 0
 
 
 def _query(what: str) -> list[list[str]]:

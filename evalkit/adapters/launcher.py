@@ -31,6 +31,8 @@ RESERVED = {
     "--uds": "evalkit talks to engines over TCP",
     "--tensor-parallel-size": "use --num-gpus-per-engine",
     "-tp": "use --num-gpus-per-engine",
+    "--pipeline-parallel-size": "engines are tensor-parallel only",
+    "-pp": "engines are tensor-parallel only",
     "--served-model-name": "evalkit chooses it",
     "--worker-extension-cls": "evalkit's loader is the worker extension",
     "--api-server-count": "the agent needs one API server an engine",

@@ -231,11 +231,14 @@ def _clear_failed(paths: FleetPaths) -> None:
     """After a failed start: a fleet without a live engine is down."""
 
     def clear(record: FleetRecord) -> FleetRecord:
-        alive = any(engine.process and is_alive(engine.process) for engine in record.engines)
-        return record if alive else _as_down(record)
+        return record if any(_may_run(engine) for engine in record.engines) else _as_down(record)
 
     if change_fleet(paths, clear).state == "down":
         paths.key.unlink(missing_ok=True)
+
+
+def _may_run(engine: EngineRecord) -> bool:
+    return engine.process is not None and (engine.process.host != this_process().host or is_alive(engine.process))
 
 
 def _as_down(record: FleetRecord) -> FleetRecord:

@@ -14,6 +14,7 @@ import msgspec
 
 from evalkit.adapters.engine import (
     ANSWER_SLACK,
+    STATE_TIMEOUT,
     EngineClient,
     EngineFailedError,
     EngineState,
@@ -63,6 +64,7 @@ async def pin_engines(
     drain_timeout: float = 60.0,
     attempts: int = 2,
     start_timeout: float = START_TIMEOUT,
+    state_timeout: float = STATE_TIMEOUT,
     progress: Progress = lambda text: None,
 ) -> PinProof:
     """Pin every engine of the held fleet under a new epoch, read back every rank, and probe.
@@ -74,6 +76,7 @@ async def pin_engines(
         load_timeout: seconds for one attempt's load.
         drain_timeout: seconds that requests in flight get before they are aborted.
         start_timeout: seconds for engines that are restarted.
+        state_timeout: seconds for an engine to say how it is, before it counts as hung.
 
     Raises:
         NoSnapshotError: the directory is not there.
@@ -87,7 +90,7 @@ async def pin_engines(
     for attempt in range(1, attempts + 1):
         try:
             progress("looking at the engines")
-            await _heal(hold, failed.engines, start_timeout)
+            await _heal(hold, failed.engines, start_timeout, state_timeout)
             progress(f"loading {target.path.name}, attempt {attempt} of {attempts}")
             return await _attempt(hold, target, load_timeout, drain_timeout)
         except _Failed as error:
@@ -119,12 +122,12 @@ class _Failed(Exception):  # noqa: N818  (of an attempt; never leaves this modul
         return self.error
 
 
-async def _heal(hold: FleetHold, suspects: Sequence[EngineRecord], timeout: float) -> None:
+async def _heal(hold: FleetHold, suspects: Sequence[EngineRecord], timeout: float, state_timeout: float) -> None:
     """Restart the suspects, and every engine that does not answer as it must."""
     hold.check()
     record = _fleet_up(hold)
     async with connect(hold.paths, record.engines) as clients:
-        states = await each(clients, lambda client: client.state())
+        states = await each(clients, lambda client: client.state(state_timeout))
     ailing = [*suspects]
     for client, state in zip(clients, states, strict=True):
         if client.engine not in ailing and _ails(client, state):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -43,9 +44,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--disable-uvicorn-access-log", action="store_true")
     parser.add_argument("--die", help="say this and end")
     parser.add_argument("--die-if", type=Path, help="end if this file is there, and take it away")
+    parser.add_argument("--die-always-if", type=Path, help="end if this file is there")
     parser.add_argument("--hang", action="store_true", help="never listen")
     parser.add_argument("--wait-for", type=Path, help="listen only when this file is there")
     parser.add_argument("--lose-port", type=Path, help="once: somebody else listens on the port; their pid goes here")
+    parser.add_argument("--fault", type=json.loads, default={}, help="as tests/fake_engine.py takes it")
     return parser.parse_args()
 
 
@@ -74,7 +77,7 @@ async def serve(args: argparse.Namespace) -> None:
 
     from tests.fake_engine import application
 
-    app = application(Path(os.environ["EVALKIT_ENGINE_KEY_FILE"]).read_text().strip(), {})
+    app = application(Path(os.environ["EVALKIT_ENGINE_KEY_FILE"]).read_text().strip(), args.fault)
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, args.host, args.port, reuse_address=True).start()
@@ -88,6 +91,8 @@ def main() -> None:
         sys.exit(3)
     if args.die_if is not None and args.die_if.exists():
         args.die_if.unlink()
+        sys.exit("told to end")
+    if args.die_always_if is not None and args.die_always_if.exists():
         sys.exit("told to end")
     lose_port(args)
     start_child()
