@@ -59,7 +59,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--held-out", type=int, default=200, help="sums kept for the evals")
+    parser.add_argument("--held-out", type=int, default=500, help="sums kept for the evals")
     # More threads wait for each other where the engines share the cores.
     parser.add_argument("--threads", type=int, default=1)
     return parser.parse_args()
