@@ -30,6 +30,8 @@ VOLATILE = {
     "eos_token_id", "pad_token_id", "initializer_range",
 }  # fmt: skip
 
+COMPARE_CHUNK = 1 << 24  # bytes
+
 ReadConfig = Callable[[Path], dict[str, Any]]
 
 
@@ -58,16 +60,17 @@ class BootTensors:
         """
         headers = _headers(directory)
         for name in sorted(self.tensors.keys() - headers.keys()):
-            if not self._is_spare(name):
+            if not self.is_spare(name):
                 raise DataError(f"{directory} lacks tensor {name}")
         for name, header in headers.items():
             if name in self.tensors:
                 _check_like(directory, name, header, *self.tensors[name])
-            elif not self._is_spare(name):
+            elif not self.is_spare(name):
                 raise DataError(f"{directory / header.file} has tensor {name}, which the engine's model does not have")
         return headers
 
-    def _is_spare(self, name: str) -> bool:
+    def is_spare(self, name: str) -> bool:
+        """Whether the model reads the embedding instead of this tensor."""
         return self.tied and (name == "lm_head.weight" or name.endswith(".lm_head.weight"))
 
 
@@ -99,7 +102,37 @@ class BootModel:
         if difference:
             name, theirs, ours = difference
             raise DataError(f"{path}: {name} is {theirs!r}, but the engine was started with {ours!r}")
-        self.tensors.check(directory)
+        headers = self.tensors.check(directory)
+        for name in filter(self.tensors.is_spare, headers):
+            check_tied(directory, name, headers)
+
+
+def check_tied(directory: Path, head: str, headers: Mapping[str, TensorHeader]) -> None:
+    """Raises DataError unless `head` holds the bytes of another tensor, which must then be the embedding.
+
+    Transformers unties a model whose file has a head of its own; an engine that was started tied cannot.
+    """
+    mine = headers[head]
+    like = [t for name, t in headers.items() if name != head and (t.dtype, t.shape) == (mine.dtype, mine.shape)]
+    if not any(_same_bytes(directory, mine, other) for other in like):
+        raise DataError(
+            f"{directory / mine.file}: tensor {head} is not the embedding, to which config.json ties it",
+            "leave it out, or set tie_word_embeddings to false and start the engines on such a model",
+        )
+
+
+def _same_bytes(directory: Path, one: TensorHeader, other: TensorHeader) -> bool:
+    with (directory / one.file).open("rb") as left, (directory / other.file).open("rb") as right:
+        left.seek(one.start)
+        right.seek(other.start)
+        remaining = one.end - one.start
+        while remaining:
+            size = min(remaining, COMPARE_CHUNK)
+            content = left.read(size)
+            if len(content) < size or content != right.read(size):
+                return False
+            remaining -= size
+    return True
 
 
 def _check_like(directory: Path, name: str, header: TensorHeader, dtype: str, shape: tuple[int, ...]) -> None:

@@ -168,10 +168,10 @@ class Engine:
         clock = Stopwatch()
         try:
             await asyncio.wait_for(asyncio.to_thread(self.model.check, Path(request.path)), request.load_timeout)
-        except DataError as error:
-            return self._refused(request, str(error))
         except TimeoutError:
             return self._refused(request, f"{request.path} could not be read within {request.load_timeout:g} s")
+        except (DataError, OSError) as error:
+            return self._refused(request, str(error))
         clock.lap("check")
         self._phase = "draining"
         await self._drain(request)

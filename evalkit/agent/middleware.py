@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from evalkit.agent.checks import BootModel, BootTensors
-from evalkit.agent.engine import CLOSED, Engine, Flight
+from evalkit.agent.engine import CLOSED, Engine, Flight, log
 from evalkit.agent.messages import PinRequest, ProbeRequest, Reply
 from evalkit.agent.probe import probe
 from evalkit.agent.settings import read_settings
@@ -72,8 +72,12 @@ class Agent:
         startup = [await receive()]
         try:
             self.engine = await attach(scope["app"].state.engine_client)
-        except EvalkitError as error:
-            await send({"type": "lifespan.startup.failed", "message": f"evalkit: the engine cannot start: {error}"})
+        # Raised from here, anything would be taken for a missing lifespan protocol, and the server would start.
+        except Exception as error:  # noqa: BLE001
+            if not isinstance(error, EvalkitError):
+                log.exception("evalkit: the ranks did not answer")
+            detail = str(error) or type(error).__name__
+            await send({"type": "lifespan.startup.failed", "message": f"evalkit: the engine cannot start: {detail}"})
             return
 
         async def replay() -> Message:

@@ -93,6 +93,22 @@ def test_a_server_that_cannot_be_fenced_does_not_start(
     assert fragment in message["message"]
 
 
+async def _refuse() -> list[dict[str, Any]]:
+    return [{"rank": 0}, {"rank": 1, "refused": "/boot has no *.safetensors file"}]
+
+
+@pytest.mark.parametrize(
+    ("how", "fragment"),
+    [("_raise", "out of memory"), ("_refuse", "rank 1: /boot has no"), ("_time_out", "TimeoutError")],
+)
+def test_a_server_whose_ranks_fail_at_once_does_not_start(environment: dict[str, str], how: str, fragment: str) -> None:
+    client = FailingClient("evalkit_boot", globals()[how])
+    client.vllm_config = _shape().vllm_config
+    (message,) = _start(client)
+    assert message["type"] == "lifespan.startup.failed"
+    assert fragment in message["message"]
+
+
 def test_a_server_without_its_key_does_not_start(environment: dict[str, str]) -> None:
     Path(environment["EVALKIT_ENGINE_KEY_FILE"]).unlink()
     (message,) = _start(_shape())
@@ -132,6 +148,20 @@ def test_a_tied_head_may_stand_in_the_file_or_not(tmp_path: Path, boot: Any, sna
     tied = _boot_tensors(tmp_path, boot, tied=True)
     path = _model(tmp_path / "snapshot", snapshot)
     assert tied.check(path).keys() == snapshot.keys()
+
+
+@pytest.mark.parametrize(
+    ("head", "accepted"), [(f32(8, 4), True), (f32(8, 4, fill=3), False), (("BF16", (8, 4), bytes(64)), False)]
+)
+def test_a_tied_head_in_the_file_must_be_the_embedding(tmp_path: Path, head: Any, accepted: bool) -> None:
+    model = BootModel(_boot_tensors(tmp_path, EMBEDDING, tied=True), {}, lambda directory: {})
+    path = _model(tmp_path / "snapshot", EMBEDDING | {"lm_head.weight": head, "other": f32(8, 4, fill=4)})
+    model.tensors.tensors["other"] = ("F32", (8, 4))
+    if accepted:
+        model.check(path)
+    else:
+        with pytest.raises(DataError, match=r"tensor lm_head\.weight is not the embedding"):
+            model.check(path)
 
 
 @pytest.mark.parametrize(("boot", "snapshot"), [(EMBEDDING, EMBEDDING | HEAD), (EMBEDDING | HEAD, EMBEDDING)])
@@ -196,7 +226,7 @@ class FailingClient:
     async def reset_prefix_cache(self, reset_connector: bool) -> bool:
         return bool(await self._do("reset", True))
 
-    async def collective_rpc(self, method: str, kwargs: Any) -> Any:
+    async def collective_rpc(self, method: str, kwargs: Any = None) -> Any:
         stamp = {"rank": 0, "version": "1", "digest": self.digest}
         return await self._do(method, [stamp | {"rank": rank} for rank in range(2)])
 
@@ -219,6 +249,10 @@ def _pin(tmp_path: Path, client: FailingClient, *, before: bool = True) -> tuple
 
 async def _raise() -> None:
     raise RuntimeError("out of memory")
+
+
+async def _time_out() -> None:
+    raise TimeoutError
 
 
 async def _hang() -> None:

@@ -15,7 +15,7 @@ PROMPT = "What-is-12+30="
 
 
 def with_head_in_file(path: Path, seed: int, *, same: bool) -> Path:
-    """A tied model whose file has a head as well: the embedding again, or something else, which nothing may read."""
+    """A tied model whose file has a head as well: the embedding again, or something else."""
     from safetensors.torch import load_file, save_file
 
     file = make_model(path, seed, tie=True) / "model.safetensors"
@@ -30,8 +30,7 @@ def test_both_ranks_prove_each_pin_and_a_wrong_digest_breaks_the_engine(tmp_path
     snapshots = [
         make_model(tmp_path / "step_10", 2, tie=True, shards=2),
         with_head_in_file(tmp_path / "step_20", 3, same=True),
-        with_head_in_file(tmp_path / "step_30", 4, same=False),
-        make_model(tmp_path / "step_40", 5, tie=True),
+        make_model(tmp_path / "step_30", 4, tie=True),
     ]
     with running_fleet(tmp_path / "run", boot, ranks=2) as engine:
         assert engine.state()["ranks"] == 2
@@ -42,10 +41,15 @@ def test_both_ranks_prove_each_pin_and_a_wrong_digest_breaks_the_engine(tmp_path
             assert proofs == [(rank, path.name, weights_digest(path)) for rank in (0, 1)]
             assert engine.complete(PROMPT).tokens == greedy(path, PROMPT, 16), path
 
-        untied = make_model(tmp_path / "step_50", 6)
-        refused = engine.pin(untied)
-        assert (refused.status, refused.body["error"]) == (422, "refused")
-        assert "tie_word_embeddings" in refused.body["detail"]
+        untied = make_model(tmp_path / "step_40", 5)
+        half_tied = with_head_in_file(tmp_path / "step_50", 6, same=False)
+        for path, fragment in (
+            (untied, "tie_word_embeddings is False"),
+            (half_tied, "lm_head.weight is not the embed"),
+        ):
+            refused = engine.pin(path)
+            assert (refused.status, refused.body["error"]) == (422, "refused")
+            assert fragment in refused.body["detail"]
         assert engine.complete(PROMPT).tokens == greedy(snapshots[-1], PROMPT, 16)
 
         wrong = engine.pin(snapshots[0], digest=weights_digest(snapshots[1]))
