@@ -29,7 +29,7 @@ from evalkit.state.fleet import change_fleet, load_fleet
 Progress = Callable[[str], None]
 
 POLL = 0.25  # seconds between looks at an engine that starts
-POLL_TIMEOUT = 10.0  # seconds for one answer; a server that is still loading may be slow
+POLL_TIMEOUT = 3.0  # seconds for one answer; who listens without answering is looked at again
 TAIL = 20  # lines of the log of an engine that failed
 PORT_TRIES = 3
 FAILED_GRACE = 3.0  # seconds from SIGTERM to SIGKILL for engines of a start that failed

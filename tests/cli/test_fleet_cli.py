@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import random
 import signal
 import sys
@@ -216,6 +217,30 @@ def test_an_engine_that_loses_its_port_gets_another(fleets: FleetCommands) -> No
     assert start_time(pid) is not None
     os.kill(pid, signal.SIGKILL)
     assert [line.split()[2] for line in fleets.call("fleet", "status").stdout.splitlines()] == ["unpinned"]
+
+
+def test_engines_outlive_the_terminal_that_they_were_started_from(fleets: FleetCommands) -> None:
+    go = fleets.root / "go"
+    words = fleets.up_words("--wait-for", str(go))
+    shell = '"$@"; echo "code $?"; exec sleep 60'
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(fleets.root)
+        os.execve("/bin/sh", ["sh", "-c", shell, "sh", sys.executable, "-m", "evalkit", *words], fleets.environment)
+    shown = b""
+    try:
+        while b"code " not in shown:
+            shown += os.read(terminal, 4096)
+            if b"0 of 1 engines up" in shown:
+                go.touch()
+    finally:
+        os.close(terminal)
+        os.waitpid(pid, 0)  # the shell ends by the hang-up
+    assert b"code 0" in shown
+    (engine,) = fleets.engines()
+    assert engine.process is not None
+    assert is_alive(engine.process)
+    assert "ready" in fleets.call("probe").stdout
 
 
 # Ending
