@@ -41,10 +41,10 @@ $(READY): requirements/$(ENGINE).txt requirements/dev.txt pyproject.toml
 	$(PYTHON) -m venv $$([ "$$(cat .venv/.engine 2>/dev/null)" = $(ENGINE) ] || echo --clear) .venv
 	@echo $(ENGINE) >.venv/.engine
 	@echo "installing vLLM for the $(ENGINE) and the rest: a few minutes, a few GB"
-	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps -r requirements/$(ENGINE).txt -r requirements/dev.txt || { \
+	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps -r requirements/$(ENGINE).txt -r requirements/dev.txt || { \
 	  echo "set-up failed; where pip does not find PyTorch, set PIP_EXTRA_INDEX_URL (see CONTRIBUTING.md, Set-up)" >&2; \
 	  exit 1; }
-	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	@touch $@
 
 demo: $(READY)
@@ -71,4 +71,4 @@ bench: $(READY)
 	@for bench in benchmarks/bench_*.py; do echo "== $$bench"; $(BIN)/python $$bench || exit 1; done
 
 clean:
-	rm -rf .venv build dist evalkit.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv build dist demo-run evalkit.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

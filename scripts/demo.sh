@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-STEPS=240 EVERY=30
+STEPS=200 EVERY=25
 
 export PATH="$PWD/.venv/bin:$PATH"
 export HF_HUB_OFFLINE=1 HF_HUB_DISABLE_PROGRESS_BARS=1

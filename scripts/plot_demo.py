@@ -25,11 +25,12 @@ def main(metrics: Path, waits: Path) -> int:
     console = Console(highlight=False)
     console.print(table(waited, rows))
     scores = {step: row["metrics"][SCORE] for step, row in sorted(rows.items()) if SCORE in row["metrics"]}
-    console.print("\n".join(plot(list(waited), scores)), markup=False)
+    console.print("\n".join(plot(list(waited), scores)), markup=False, soft_wrap=True)
     skipped = [row for row in rows.values() if row["outcome"] == "skipped"]
     console.print(
         f"\n{len(waited)} points due, {len(scores)} landed, {len(skipped)} skipped; "
-        f"the trainer waited {sum(waited.values()):.1f} s in all, {max(waited.values()):.1f} s at most"
+        f"the trainer waited {sum(waited.values()):.1f} s in all, {max(waited.values()):.1f} s at most",
+        soft_wrap=True,
     )
     problem = verdict(waited, rows, scores)
     if problem:

@@ -1,6 +1,6 @@
 """Teach a tiny Qwen3 model to add, a stretch of steps at a time; the trainer of the demo.
 
-`train_addition.py DIR --until 30` trains on from where the last call ended (weights, optimizer, schedule and random
+`train_addition.py DIR --until 25` trains on from where the last call ended (weights, optimizer, schedule and random
 state are kept in DIR/state.pt) and writes the weights as a Hugging Face directory, DIR/checkpoint. The first call makes
 the model from scratch (DIR/base), the held-out sums (DIR/sums.jsonl) and the suite that scores them (DIR/evals.yaml).
 
@@ -53,7 +53,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dir", type=Path)
     parser.add_argument("--until", type=int, required=True, help="train up to this step")
-    parser.add_argument("--steps", type=int, default=240, help="length of the schedule, in steps")
+    parser.add_argument("--steps", type=int, default=200, help="length of the schedule, in steps")
     parser.add_argument("--batch", type=int, default=256, help="sums a step")
     parser.add_argument("--lr", type=float, default=6e-3, help="the schedule's peak")
     parser.add_argument("--hidden", type=int, default=64)
