@@ -123,7 +123,7 @@ def wait_for(condition: Callable[[], object], what: str, timeout: float = 60.0) 
         time.sleep(0.01)
 
 
-def fault(role: str, place: str, when: str, note: Path, action: str = "kill", **more: Any) -> dict[str, Any]:
+def fault(role: str, place: str, when: str, note: Path, action: str | int = "kill", **more: Any) -> dict[str, Any]:
     module, _, function = place.partition(":")
     return {
         "role": role,

@@ -73,8 +73,11 @@ def note(paths: AttemptPaths, record: ActiveRecord) -> None:
 
 
 def list_attempts(run: RunPaths) -> list[AttemptPaths]:
-    """Every attempt that has a file in `active/`, by step and attempt."""
-    matches = (_NAME.fullmatch(name) for name in os.listdir(run.active))
+    """Every attempt that has a file in `active/`, by step and attempt; none where the run is not made yet."""
+    try:
+        matches = [_NAME.fullmatch(name) for name in os.listdir(run.active)]
+    except FileNotFoundError:
+        return []
     numbers = {(int(match[1]), int(match[2])) for match in matches if match}
     return [run.attempt(step, attempt) for step, attempt in sorted(numbers)]
 

@@ -35,6 +35,15 @@ def open_run(root: Path, *, create: bool) -> RunRecord:
     return read_struct(paths.record, RunRecord, "run record")
 
 
+def find_run(root: Path) -> RunRecord | None:
+    """The run at `root`, or None when there is none yet.
+
+    Raises:
+        DataError: its record is damaged or of another format.
+    """
+    return open_run(root, create=False) if RunPaths(root).record.exists() else None
+
+
 def _make_run(paths: RunPaths) -> None:
     for directory in (paths.active, paths.points, paths.results, paths.fleets, paths.incarnations):
         directory.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from evalkit.ground.layout import AttemptPaths, RunPaths
 from evalkit.ground.result import Result
 from evalkit.ground.schema import Outcome
 from evalkit.state import attempts, points
-from evalkit.state.run import fleet_name, open_run, remember, snapshot_dir_of
+from evalkit.state.run import find_run, fleet_name, remember, snapshot_dir_of
 from evalkit.verbs.admitting import Admission, Bid, admit
 from evalkit.verbs.due import Due, find_due
 from evalkit.verbs.exporting import digest_of_due, export_due
@@ -85,14 +85,13 @@ def _validate(request: DispatchRequest) -> None:
 
 def _bid(request: DispatchRequest) -> Bid | None:
     """The request with everything that the run's record and the disk add to it; None when nothing is due."""
-    record = open_run(request.run_dir, create=True)
-    run = RunPaths(request.run_dir)
+    run, record = RunPaths(request.run_dir), find_run(request.run_dir)
+    suite = str(request.suite.absolute()) if request.suite else record.suite if record else None
+    if suite is None:
+        raise UsageError("no suite is known", "give --suite or set EVALKIT_SUITE")
     due = find_due(run, snapshot_dir_of(record, request.snapshot_dir), request.step, request.source, request.baseline)
     if due is None:
         return None
-    suite = str(request.suite.absolute()) if request.suite else record.suite
-    if suite is None:
-        raise UsageError("no suite is known", "give --suite or set EVALKIT_SUITE")
     remember(request.run_dir, snapshot_dir=request.snapshot_dir, suite=request.suite, fleet=request.fleet)
     return Bid(
         run=run,

@@ -1,9 +1,10 @@
 """Put on PYTHONPATH, this ends or holds a process at one exact place, named by EVALKIT_FAULT.
 
-EVALKIT_FAULT is JSON: {"role": "worker" or "command", "module": "evalkit.state.points", "function": "settle", "when":
-"before" or "after", "action": "kill", "stop" or "hold", "skip": N, "note": PATH}. The place is the function as the module
-names it once it is imported; a dot in the name reaches into a class. `kill` is SIGKILL to oneself, `stop` is SIGSTOP, `hold`
-waits until the file PATH.go (or "go") is there. PATH is made first, so that a test can wait for it.
+EVALKIT_FAULT is JSON: {"role": "worker" or "command", "module": "evalkit.state.points", "function": "settle",
+"when": "before" or "after", "action": "kill", "stop", "hold" or a number, "skip": N, "note": PATH}. The place is the
+function as the module names it once it is imported; a dot in the name reaches into a class. `kill` is SIGKILL to
+oneself, `stop` is SIGSTOP, `hold` waits until the file PATH.go (or "go") is there, a number is an errno to raise. PATH
+is made first, so that a test can wait for it.
 """
 
 import functools
@@ -23,6 +24,8 @@ def strike():
         note.write(str(os.getpid()))
     if FAULT["action"] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if isinstance(FAULT["action"], int):
+        raise OSError(FAULT["action"], os.strerror(FAULT["action"]), "a file")
     if FAULT["action"] == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
         return
