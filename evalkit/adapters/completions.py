@@ -100,26 +100,18 @@ class WrongPin(AskAgain):
     """An answer that was not made under the pin."""
 
 
-class TimedOut(AskAgain):
-    pass
-
-
-class Refused(Exception):  # noqa: N818
-    """The server will never answer this request."""
-
-
 def read_answer(status: int, headers: Mapping[str, str], body: bytes, stamp: str, engine: int, asked: int) -> Answer:
-    """The answer in an HTTP response, if it was made wholly under the pin with this stamp.
+    """The answer in an HTTP response, if it was made wholly under the pin with this stamp; an error where the server
+    will never answer this request.
 
     Raises:
         WrongPin: it was not.
         AskAgain: there is no answer, but may be one the next time.
-        Refused: the server will never answer this request.
     """
     if status in _RETRIED:
         raise AskAgain(_message(status, body))
     if status != 200:
-        raise Refused(_message(status, body))
+        return Answer(engine=engine, asked=asked, error=_message(status, body))
     return _answer(body, _stamps(headers.get(PIN_HEADER), stamp), engine, asked)
 
 

@@ -9,7 +9,7 @@ from types import TracebackType
 
 import aiohttp
 
-from evalkit.adapters.completions import Answer, AskAgain, Refused, Request, TimedOut, WrongPin, read_answer
+from evalkit.adapters.completions import Answer, AskAgain, Request, WrongPin, read_answer
 from evalkit.ground.errors import PinViolationError, UnavailableError
 from evalkit.ground.schema import PinnedEngine, PinProof
 
@@ -56,7 +56,6 @@ class _Engine:
     failed_at: float = 0.0
     closed_until: float = 0.0
     on_trial: bool = False
-    answered_at: float = 0.0
     why: AskAgain | None = field(default=None, repr=False)
 
     @property
@@ -67,14 +66,8 @@ class _Engine:
         """Whether it may be asked: one that failed gets one request at a time, after a pause, until it answers."""
         return not self.failures or (now >= self.closed_until and not self.on_trial)
 
-    def succeeded(self, now: float) -> None:
-        self.failures = self.wrong = 0
-        self.answered_at = now
-
     def failed(self, why: AskAgain, started: float, now: float, limits: Limits) -> None:
         """Count a failure, once for all requests that were in flight together."""
-        if isinstance(why, TimedOut) and self.answered_at > started:
-            return  # it answers others meanwhile: this sample is slow, not the engine
         if not self.failures:
             self.failing_since = now
         elif started <= self.failed_at:
@@ -124,16 +117,13 @@ class Engines:
             PinViolationError: an engine keeps answering under another pin.
         """
         asked = failed = wrong = 0
-        last: _Engine | None = None
         loop = asyncio.get_running_loop()
         end = loop.time() + self.limits.timeouts * self.sample_timeout
         while True:
-            engine = await self._free_engine(last)
-            asked, last = asked + 1, engine
+            engine = await self._free_engine()
+            asked += 1
             try:
                 return await self._ask_engine(engine, request, asked)
-            except Refused as error:
-                return Answer(engine=engine.pinned.index, asked=asked, error=str(error))
             except WrongPin as error:
                 wrong += 1
                 if wrong >= self.limits.attempts:
@@ -159,14 +149,14 @@ class Engines:
         now = asyncio.get_running_loop().time()
         return any(other.is_open(now) for other in self._engines if other is not engine)
 
-    async def _free_engine(self, last: _Engine | None) -> _Engine:
-        """The open engine with the least in flight, another one than `last` if there is."""
+    async def _free_engine(self) -> _Engine:
+        """The open engine with the least in flight."""
         loop = asyncio.get_running_loop()
         while True:
             now = loop.time()
             free = [engine for engine in self._engines if engine.is_open(now)]
             if free:
-                return min(free, key=lambda engine: (engine is last, engine.in_flight, engine.asked))
+                return min(free, key=lambda engine: (engine.in_flight, engine.asked))
             self._check_lost(now)
             opens = min(engine.closed_until for engine in self._engines)
             await asyncio.sleep(min(max(opens - now, 0.01), 0.5))
@@ -189,20 +179,16 @@ class Engines:
         trial = engine.on_trial = engine.failures > 0
         try:
             answer = await self._post(engine, request, asked)
-        except Refused:
-            engine.succeeded(loop.time())
-            raise
         except AskAgain as error:
             engine.failed(error, started, loop.time(), self.limits)
             if engine.wrong >= self.limits.wrong:
                 raise self._violation(engine, error) from None
-            self._check_lost(loop.time())
             raise
         finally:
             engine.in_flight -= 1
             if trial:
                 engine.on_trial = False
-        engine.succeeded(loop.time())
+        engine.failures = engine.wrong = 0
         return answer
 
     async def _post(self, engine: _Engine, request: Request, asked: int) -> Answer:
@@ -210,7 +196,7 @@ class Engines:
             async with self._session.post(engine.pinned.url + request.path, data=request.body) as response:
                 body = await response.read()
         except TimeoutError:
-            raise TimedOut(f"no answer within {self.sample_timeout:g} s") from None
+            raise AskAgain(f"no answer within {self.sample_timeout:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
             raise AskAgain(f"{type(error).__name__}: {error}") from None
         return read_answer(response.status, response.headers, body, engine.stamp, engine.pinned.index, asked)

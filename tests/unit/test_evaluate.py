@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 import time
 import tracemalloc
@@ -193,6 +194,15 @@ def test_requests_in_flight_are_exactly_the_bound_spread_evenly(two: Bench, conc
     assert sum(log["max_in_flight"] for log in two.logs()) <= concurrency + 1
 
 
+def test_a_slow_engine_gets_no_more_than_its_share_of_what_is_in_flight(two: Bench) -> None:
+    two.fleet.engines[1].faults(hang=True)
+    join = two.in_background(two.suite(40), concurrency=4)
+    two.fleet.engines[0].wait("served", 20)
+    assert two.logs()[1]["in_flight"] <= 2
+    two.fleet.faults(release=True)
+    assert join().counts.n_scored == 40
+
+
 def test_fewer_samples_than_the_bound_are_all_in_flight(one: Bench) -> None:
     one.fleet.faults(hang=True)
     join = one.in_background(one.suite(5), concurrency=64)
@@ -212,15 +222,21 @@ def test_an_answer_under_another_pin_is_asked_again(one: Bench, stamp: str) -> N
     assert sum(sample["asked"] for sample in one.samples()) == 12
 
 
-def test_an_answer_that_a_pin_came_between_is_asked_again(two: Bench) -> None:
-    """Half before, half after: the stamp as the request came in is right, the one as the answer went out is not."""
+@pytest.mark.parametrize("stamps", ["{} -", "- {}", "{}", "{} {} "])
+def test_an_answer_that_a_pin_came_between_is_asked_again(two: Bench, stamps: str) -> None:
+    """The stamp is right as the request came in or as the answer went out, not both."""
     engine = two.proof.engines[0]
     stamp = f"{engine.nonce}/{two.proof.epoch}/{two.proof.digest}"
-    two.fleet.engines[0].faults(stamp=f"{stamp} -", stamp_count=1)
+    two.fleet.engines[0].faults(stamp=stamps.format(stamp, f"{stamp}x"), stamp_count=1)
     evaluation = two.run(two.suite(10))
     assert evaluation.counts.n_scored == 10
     assert sum(log["served"] for log in two.logs()) == 11
     assert evaluation.metrics["eval/sums/weight_version/mixed_version_ratio"] == 0.0
+
+
+def test_answers_that_were_in_flight_together_under_another_pin_are_one_mishap(one: Bench) -> None:
+    one.fleet.faults(stamp="other", stamp_count=8, delay=0.1)
+    assert one.run(one.suite(10), concurrency=8).counts.n_scored == 10
 
 
 @pytest.mark.parametrize("concurrency", [1, 8])
@@ -427,7 +443,7 @@ def test_own_scorers_score_aside_and_failing_ones_leave_samples_unscored(
         "    if label == '6': return None\n"
         "    return len(sample['input']) / 8\n"
     )
-    monkeypatch.setattr("sys.path", list(__import__("sys").path))
+    monkeypatch.setattr("sys.path", list(sys.path))
     suite = one.suite(10)
     suite.write_text(suite.read_text().replace("exact", "'own_evaluate:score'"))
     evaluation = one.run(suite)
@@ -439,6 +455,26 @@ def test_own_scorers_score_aside_and_failing_ones_leave_samples_unscored(
     assert (by_index[2]["status"], by_index[2]["error"]) == ("unscored", "KeyError: 'four'")
     assert (by_index[3]["status"], by_index[3]["error"]) == ("unscored", None)
     assert by_index[2]["response"] == "4"
+
+
+def test_a_slow_scorer_does_not_keep_the_engines_waiting(one: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    go = one.root / "go"
+    (one.root / "own_slow.py").write_text(
+        "import pathlib, time\n"
+        "def score(response, label, sample):\n"
+        f"    while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.01)\n"
+        "    return response == label\n"
+    )
+    monkeypatch.setattr("sys.path", list(sys.path))
+    suite = one.suite(20)
+    suite.write_text(suite.read_text().replace("exact", "'own_slow:score'"))
+    join = one.in_background(suite, concurrency=2)
+    try:
+        one.fleet.engines[0].wait("served", 6)
+        assert one.samples() == []
+    finally:
+        go.touch()
+    assert join().metrics["eval/sums"] == 1.0
 
 
 def test_memory_does_not_grow_with_answers(one: Bench) -> None:
