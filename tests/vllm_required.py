@@ -11,11 +11,15 @@ from typing import Any
 
 import pytest
 
+_MARK = ("needs", "vllm")
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    if report.skipped and item.get_closest_marker("vllm") and not hasattr(report, "wasxfail"):
+    if item.get_closest_marker("vllm"):
+        report.user_properties.append(_MARK)
+    if report.skipped and _MARK in report.user_properties and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
         report.longrepr = f"needs vLLM, and was skipped: {report.longrepr}"
     return report
@@ -40,7 +44,7 @@ class _Counter:
         self.passed = 0
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.passed += report.when == "call" and report.passed and "vllm" in report.keywords
+        self.passed += report.when == "call" and report.passed and _MARK in map(tuple, report.user_properties)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
