@@ -236,7 +236,7 @@ class Engine:
         self._phase = "open"
         clock.lap("open")
         log.info("evalkit: pinned %s, took %s ms", self._pin, clock.laps)
-        body = {"format": 1, "nonce": self.nonce, "epoch": self.epoch, "pin": self._pin, "ranks": stamps}
+        body = {"format": 1, "nonce": self.nonce, "epoch": request.epoch, "pin": self._pin, "ranks": stamps}
         return Reply(200, {**body, "ms": clock.laps})
 
     @property

@@ -61,9 +61,9 @@ class Loader:
         self.evalkit_loaded = None
         hashes: dict[str, str] = {}
         self.reload_weights(weights_iterator=stream_tensors(Path(path), headers, hashes))
-        renew_tied_heads(self.model_runner.get_model())
         if hashes.keys() != headers.keys():
             raise RuntimeError(f"vLLM took only {len(hashes)} of {len(headers)} tensors")
+        renew_tied_heads(self.model_runner.get_model())
         self.evalkit_loaded = {
             "version": version,
             "digest": digest_of({name: (h.dtype, h.shape, hashes[name]) for name, h in headers.items()}),

@@ -348,6 +348,6 @@ def test_one_of_two_waiting_pins_is_overtaken(tmp_path: Path) -> None:
         return await asyncio.gather(*tasks)
 
     first, second, third = asyncio.run(run())
-    assert (first.status, first.body["pin"].epoch) == (200, 1)
+    assert (first.status, first.body["epoch"], first.body["pin"].epoch) == (200, 1, 1)
     assert (second.status, second.body["error"], second.body["epoch"]) == (409, "stale_epoch", 3)
     assert (third.status, third.body["pin"].epoch) == (200, 3)
