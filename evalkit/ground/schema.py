@@ -6,13 +6,16 @@ Times are seconds since the epoch, durations are seconds.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from evalkit.ground.processes import ProcessId
 
 Format = Literal[1]
+
+# It becomes a file name, so nothing else may be read from a file.
+ExportId = Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Za-z_-]{1,64}\Z")]
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +30,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     format: Format = 1
-    export_id: str
+    export_id: ExportId
     step: int
     run_id: str | None = None
     incarnation: int = 0
@@ -45,7 +48,7 @@ class SnapshotId(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a manifest that tells one snapshot from another; cheap to read for a model of any size."""
 
     format: Format = 1
-    export_id: str
+    export_id: ExportId
     step: int
     run_id: str | None = None
     incarnation: int = 0
@@ -113,7 +116,7 @@ class ActiveRecord(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
     snapshot: str
     snapshot_dir: str | None = None
-    export_id: str | None = None
+    export_id: ExportId | None = None
     source_digest: str | None = None
     suite: str
     fleet: str
@@ -144,7 +147,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     detail: str = ""
     weight_version: str | None = None
     digest: str | None = None
-    export_id: str | None = None
+    export_id: ExportId | None = None
     snapshot: str | None = None
     admitted_at: float
     settled_at: float

@@ -300,6 +300,20 @@ def test_gc_explains_and_a_dry_run_changes_nothing(run: Run, fleet: FakeFleet) -
     assert "keep   step_1000: not evaluated yet" in dry
 
 
+def test_an_export_id_that_is_a_path_goes_nowhere(run: Run, fleet: FakeFleet) -> None:
+    """Names read from JSON never leave their directory."""
+    victim = run.root / "victim.lock"
+    victim.touch()
+    for step in (1, 2, 3, 4):
+        run.dispatch("--step", step, "--from", run.checkpoint(float(step)), "--keep", 9)
+        drain(run)
+    for path in run.snapshot_dir.glob("step_[12]/evalkit.json"):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "export_id": "../../victim"}))
+    run.call("gc", "--keep", 0)
+    assert victim.exists()
+    assert run.names() == ["step_1", "step_2", "step_4"]
+
+
 def test_dispatch_without_standard_descriptors(run: Run, fleet: FakeFleet) -> None:
     """A daemon may start it with its descriptors closed."""
     command = 'exec "$0" -m evalkit dispatch --step 1 --from "$1" <&- >&- 2>&-'
