@@ -117,7 +117,7 @@ class FleetCommands:
         return processes_of(self.seen.values())
 
     def shared_memory(self) -> list[Path]:
-        return [path for engine_id in self.seen if (path := Path(f"/dev/shm/fake_vllm_{engine_id}")).exists()]
+        return [path for engine_id in self.seen if (path := Path(f"/dev/shm/vllm_fake_{engine_id}")).exists()]
 
     def assert_nothing_left(self) -> None:
         assert self.seen

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import time
@@ -22,6 +23,8 @@ TERM_GRACE = 10.0  # seconds from SIGTERM to SIGKILL
 TRACKER_GRACE = 3.0  # seconds that Python's resource trackers get to remove shared memory after the others are gone
 KILL_TIMEOUT = 30.0  # seconds from SIGKILL until a process must be gone
 SHM = Path("/dev/shm")
+# What Python, PyTorch, vLLM and NCCL call their shared memory. Engines map snapshots too, and these may lie in SHM.
+_SHM_NAMES = re.compile(r"(psm_|sem\.|torch_|vllm_|nccl-)[^/]+")
 
 
 def environment_of(pid: int) -> dict[bytes, bytes]:
@@ -109,13 +112,13 @@ def _shared_memory_of_all(processes: Iterable[ProcessId]) -> set[Path]:
 
 
 def shared_memory_of(pid: int) -> set[Path]:
-    """Files in /dev/shm that `pid` has mapped, as far as they still have a name."""
+    """The shared memory that `pid` has mapped, as far as it still has a name."""
     try:
         lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
     except OSError:
         return set()
-    names = (line.split(None, 5)[-1] for line in lines if f" {SHM}/" in line)
-    return {Path(name) for name in names if name.startswith(f"{SHM}/") and not name.endswith(" (deleted)")}
+    names = (line.partition(f" {SHM}/")[2] for line in lines)
+    return {SHM / name for name in names if _SHM_NAMES.fullmatch(name) and not name.endswith(" (deleted)")}
 
 
 def _shared_memory_named(engines: Iterable[EngineRecord]) -> set[Path]:

@@ -7,6 +7,7 @@ import pty
 import random
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -267,6 +268,19 @@ def test_down_finds_what_a_killed_server_leaves(fleets: FleetCommands) -> None:
         kill_server(engine)
     assert fleets.processes()
     fleets.call("fleet", "down")
+    fleets.assert_nothing_left()
+
+
+def test_down_keeps_snapshots_that_engines_have_mapped(fleets: FleetCommands) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        snapshots = [Path(name) / "psm_model.safetensors", Path(f"{name}.safetensors")]
+        try:
+            fleets.up(*(word for path in snapshots for word in ("--maps", str(path))))
+            wait_until("the core has mapped its memory", lambda: fleets.shared_memory() and snapshots[-1].exists())
+            fleets.call("fleet", "down")
+            assert [path.exists() for path in snapshots] == [True, True]
+        finally:
+            snapshots[-1].unlink(missing_ok=True)
     fleets.assert_nothing_left()
 
 

@@ -16,10 +16,11 @@ sys.path.insert(0, str(Path(__file__).parents[5]))
 
 CHILD = """
 import mmap, os, signal, sys, time
-path = "/dev/shm/fake_vllm_" + os.environ["EVALKIT_ENGINE_ID"]
-with open(path, "w+b") as file:
-    file.truncate(4096)
-    memory = mmap.mmap(file.fileno(), 4096)
+maps = []
+for path in ["/dev/shm/vllm_fake_" + os.environ["EVALKIT_ENGINE_ID"], *sys.argv[1:]]:
+    with open(path, "a+b") as file:
+        file.truncate(4096)
+        maps.append(mmap.mmap(file.fileno(), 4096))
 print("core ready", flush=True)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 time.sleep(600)
@@ -48,6 +49,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hang", action="store_true", help="never listen")
     parser.add_argument("--wait-for", type=Path, help="listen only when this file is there")
     parser.add_argument("--lose-port", type=Path, help="once: somebody else listens on the port; their pid goes here")
+    parser.add_argument("--maps", action="append", default=[], help="map this file, as a load does")
     parser.add_argument("--fault", type=json.loads, default={}, help="as tests/fake_engine.py takes it")
     return parser.parse_args()
 
@@ -66,8 +68,8 @@ def lose_port(args: argparse.Namespace) -> None:
     sys.exit("OSError: [Errno 98] Address already in use")
 
 
-def start_child() -> subprocess.Popen[bytes]:
-    child = subprocess.Popen([sys.executable, "-c", CHILD], stdin=subprocess.DEVNULL)
+def start_child(maps: list[str]) -> subprocess.Popen[bytes]:
+    child = subprocess.Popen([sys.executable, "-c", CHILD, *maps], stdin=subprocess.DEVNULL)
     signal.signal(signal.SIGTERM, lambda *_: (child.kill(), child.wait(), sys.exit(0)))
     return child
 
@@ -95,7 +97,7 @@ def main() -> None:
     if args.die_always_if is not None and args.die_always_if.exists():
         sys.exit("told to end")
     lose_port(args)
-    start_child()
+    start_child(args.maps)
     sys.stderr.write("starting\n")
     while args.hang or (args.wait_for is not None and not args.wait_for.exists()):
         time.sleep(0.02)
