@@ -20,6 +20,7 @@ from evalkit.ground.errors import EvalkitError, ExportError
 T = TypeVar("T")
 
 STEP_TIMEOUT = timedelta(hours=2)  # the longest that a rank may take between two agreements, a shard's writing included
+TELL_TIMEOUT = timedelta(seconds=5)
 
 _DONE, _MORE, _FAILED = 0, 1, 2
 
@@ -132,14 +133,21 @@ class _Together:
         return int(value)
 
     def _tell(self, error: BaseException) -> None:
+        """Let the others fail with this rank's error, if they listen.
+
+        They don't when they wait for this rank in a collective of the trainer's own, which its error has left: then
+        it is for this rank to end, which they notice.
+        """
         import torch
 
+        set_timeout = getattr(self._distributed.distributed_c10d, "_set_pg_timeout", None)
+        if set_timeout is not None:
+            set_timeout(TELL_TIMEOUT, self._group)  # an operation left pending would hold the process at its end
         try:
-            value = torch.tensor([_FAILED])
-            self._distributed.all_reduce(value, op=self._distributed.ReduceOp.MAX, group=self._group)
+            self._distributed.all_reduce(torch.tensor([_FAILED]), op=self._distributed.ReduceOp.MAX, group=self._group)
             self._gather(_pack(error, self._rank))
         except RuntimeError:
-            pass  # the others are gone; this rank's own error is what counts
+            pass  # nobody listens; this rank's own error is what counts
 
     def _raise_told(self, mine: dict[str, str] | None) -> NoReturn:
         told = [item for item in self._gather(mine) if item is not None]
