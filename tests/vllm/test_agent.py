@@ -16,7 +16,7 @@ from tests.engines import Engine, greedy, weights_digest
 from tests.models import make_model
 from tests.vllm.conftest import Lone
 
-pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm"), pytest.mark.timeout(600)]
 
 LONG_PROMPT = "A-prompt-that-fills-more-than-two-blocks-of-the-cache." * 6  # 324 tokens; a block has 128
 LONG = 500  # tokens; a second of work or more
