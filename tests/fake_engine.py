@@ -157,6 +157,7 @@ async def serve(engine: FakeEngine, request: web.Request, handler: Any) -> web.S
     before = engine.stamp()
     flight = next(engine.numbers)
     engine.flights[flight] = False
+    entry["in_flight"] = len(engine.flights)
     engine.max_in_flight = max(engine.max_in_flight, len(engine.flights))
     try:
         response = closed(engine) if engine.closed else await befall(engine, request, handler)

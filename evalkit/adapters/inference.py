@@ -23,7 +23,7 @@ class Limits:
         timeouts: so many times the sample's timeout may pass before the sample fails.
         wrong: answers in turn under another pin before the engine counts as lost to it.
         pause, longest_pause: seconds after the first failure, doubled each time up to the longest.
-        engine_lost: seconds without one good answer after which an engine that fails counts as lost.
+        engine_lost: seconds that an engine may go on failing, without one answer, before it counts as lost.
     """
 
     attempts: int = 6
@@ -61,6 +61,11 @@ class _Engine:
     @property
     def name(self) -> str:
         return f"engine {self.pinned.index} ({self.pinned.url})"
+
+    @property
+    def failing_for(self) -> float:
+        """Seconds from its first to its last failure without an answer between; long answers don't count as failing."""
+        return self.failed_at - self.failing_since if self.failures else 0.0
 
     def is_open(self, now: float) -> bool:
         """Whether it may be asked: one that failed gets one request at a time, after a pause, until it answers."""
@@ -154,15 +159,15 @@ class Engines:
         loop = asyncio.get_running_loop()
         while True:
             now = loop.time()
+            self._check_lost()
             free = [engine for engine in self._engines if engine.is_open(now)]
             if free:
                 return min(free, key=lambda engine: (engine.in_flight, engine.asked))
-            self._check_lost(now)
             opens = min(engine.closed_until for engine in self._engines)
             await asyncio.sleep(min(max(opens - now, 0.01), 0.5))
 
-    def _check_lost(self, now: float) -> None:
-        if all(engine.failures and now - engine.failing_since > self.limits.engine_lost for engine in self._engines):
+    def _check_lost(self) -> None:
+        if all(engine.failing_for > self.limits.engine_lost for engine in self._engines):
             found = "; ".join(f"{engine.name}: {engine.why}" for engine in self._engines)
             raise UnavailableError(
                 f"no engine answered for {self.limits.engine_lost:g} s: {found}", "see evalkit fleet status"

@@ -197,7 +197,7 @@ def test_requests_in_flight_are_exactly_the_bound_spread_evenly(two: Bench, conc
 def test_a_slow_engine_gets_no_more_than_its_share_of_what_is_in_flight(two: Bench) -> None:
     two.fleet.engines[1].faults(hang=True)
     join = two.in_background(two.suite(40), concurrency=4)
-    two.fleet.engines[0].wait("served", 20)
+    two.fleet.engines[0].wait("served", 20, timeout=WAIT / 2)
     assert two.logs()[1]["in_flight"] <= 2
     two.fleet.faults(release=True)
     assert join().counts.n_scored == 40
@@ -269,9 +269,13 @@ def test_trouble_that_passes_is_retried(two: Bench, fault: dict[str, Any]) -> No
 
 
 def test_one_engine_in_trouble_for_a_while_costs_no_sample(one: Bench) -> None:
-    one.fleet.faults(status=503, count=20)
+    one.fleet.faults(status=503, count=16, delay=0.05)
     evaluation = one.run(one.suite(40), limits=replace(HASTY, engine_lost=WAIT))
     assert evaluation.counts == (40, 40, 0, 0)
+    in_flight = [request["in_flight"] for request in one.logs()[0]["requests"]]
+    assert max(in_flight[:8]) == 8
+    assert set(in_flight[8:16]) == {1}  # asked carefully until it answers again
+    assert max(in_flight[17:]) > 1
 
 
 def test_an_engine_that_dies_in_the_middle_costs_no_sample(mortal: Bench) -> None:
@@ -333,11 +337,17 @@ def test_all_engines_gone_ends_it_as_unavailable(mortal: Bench) -> None:
     assert all(sample["status"] == "scored" for sample in mortal.samples())
 
 
+@pytest.mark.parametrize("concurrency", [1, 8])
 @pytest.mark.parametrize("fault", [{"status": 503}, {"hang": True}], ids=str)
-def test_engines_that_never_answer_end_it_as_unavailable(one: Bench, fault: dict[str, Any]) -> None:
+def test_engines_that_never_answer_end_it_as_unavailable(one: Bench, fault: dict[str, Any], concurrency: int) -> None:
     one.fleet.faults(**fault)
     with pytest.raises(UnavailableError, match="no engine answered for 1 s"):
-        one.run(one.suite(500), sample_timeout=0.8)
+        one.run(one.suite(500), sample_timeout=0.8, concurrency=concurrency)
+
+
+def test_an_engine_that_takes_long_after_a_failure_is_not_lost(one: Bench) -> None:
+    one.fleet.faults(reset=2, delay=0.6)
+    assert one.run(one.suite(3), limits=replace(HASTY, engine_lost=0.2), concurrency=3).counts.n_scored == 3
 
 
 def test_a_request_that_is_refused_fails_with_the_servers_words_and_counts_0(one: Bench) -> None:
