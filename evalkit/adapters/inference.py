@@ -110,10 +110,6 @@ class Engines:
     ) -> None:
         await self._session.close()
 
-    @property
-    def in_flight(self) -> int:
-        return sum(engine.in_flight for engine in self._engines)
-
     async def ask(self, request: Request) -> Answer:
         """One answer made wholly under the pin, or one with the error that no further asking would mend.
 
