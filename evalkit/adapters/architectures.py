@@ -5,7 +5,6 @@ What was found to fit is kept in SNAPSHOT_DIR, so that of a run's exports at mos
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,10 +30,12 @@ def check_architecture(snapshot_dir: Path, config: Mapping[str, Any], outline: O
     if known is not None and outline.keys() <= known.keys():
         check_complete(known, outline, architecture, source)
         return ""
+    from importlib.util import find_spec
+
     kept = SnapshotPaths(snapshot_dir).architectures / _fingerprint(config, outline)
     if kept.exists():
         return ""
-    if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
+    if any(find_spec(name) is None for name in ("torch", "transformers")):
         if known is None:
             return "transformers is not installed"
         check_complete(known, outline, architecture, source)

@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import os
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from evalkit.ground.errors import DataError, NoSnapshotError
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 
+
+class _Family(NamedTuple):
+    """Files that belong together, by their names."""
+
+    names: tuple[str, ...] = ()
+    starts: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
+
+    def has(self, name: str) -> bool:
+        return name in self.names or name.startswith(self.starts) or name.endswith(self.ends)
+
+
+_TEMPLATE = _Family(starts=("chat_template.", "additional_chat_templates/"))
+_VOCABULARY = _Family(("tokenizer.json", "tekken.json"), ("vocab.",), (".model", ".tiktoken"))
+_TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
+
 # A family comes from one place, whole: a tokenizer put together from two directories would be a third one.
-_FAMILIES = {
-    "config": (CONFIG, "quantize_config.json", "hf_quant_config.json"),
-    "code": ("*.py",),
-    "tokenizer": (
-        "tokenizer.*", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.*",
-        "merges.txt", "*.model", "*.tiktoken", "tekken.json",
-    ),
-    "template": ("chat_template.*", "additional_chat_templates/*.jinja"),
-    "generation": (GENERATION,),
-    "processor": ("*processor_config.json",),
-}  # fmt: skip
-_VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
+_FAMILIES = (
+    _Family((CONFIG, "quantize_config.json", "hf_quant_config.json")),
+    _Family(ends=(".py",)),
+    _Family((*_VOCABULARY.names, *_TOKENIZER_SETTINGS), (*_VOCABULARY.starts, "tokenizer."), _VOCABULARY.ends),
+    _TEMPLATE,
+    _Family((GENERATION,)),
+    _Family(ends=("processor_config.json",)),
+)
 _GENERATION_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -70,9 +81,9 @@ def gather_sidecars(directory: Path | None, base: Path | None, dtype: str | None
         DataError: there is no config.json, or it is not valid.
     """
     files: dict[str, Path | bytes] = {}
-    for patterns in _FAMILIES.values():
+    for family in _FAMILIES:
         for place in (directory, base):
-            found = _matching(place, patterns) if place else {}
+            found = _members(place, family) if place else {}
             if found:
                 files |= found
                 break
@@ -114,15 +125,15 @@ def find_base(base: str) -> Path:
     return Path(cached).parent
 
 
-def _matching(directory: Path, patterns: tuple[str, ...]) -> dict[str, Path | bytes]:
-    names = [entry.name for entry in directory.iterdir() if entry.is_file()]
+def _members(directory: Path, family: _Family) -> dict[str, Path | bytes]:
+    names = [entry.name for entry in os.scandir(directory) if entry.is_file()]
     names += [f"{path.parent.name}/{path.name}" for path in directory.glob("additional_chat_templates/*.jinja")]
-    return {name: directory / name for name in sorted(names) if any(fnmatch.fnmatchcase(name, p) for p in patterns)}
+    return {name: directory / name for name in sorted(names) if family.has(name)}
 
 
 def _missing(files: dict[str, Path | bytes]) -> list[str]:
-    has_tokenizer = any(fnmatch.fnmatchcase(name, p) for name in files for p in _VOCABULARIES)
-    has_template = any(name.startswith("chat_template.") for name in files) or (
+    has_tokenizer = any(_VOCABULARY.has(name) for name in files)
+    has_template = any(_TEMPLATE.has(name) for name in files) or (
         "tokenizer_config.json" in files and bool(_read_json(files["tokenizer_config.json"]).get("chat_template"))
     )
     present = {"tokenizer": has_tokenizer, "chat_template": has_template, GENERATION: GENERATION in files}

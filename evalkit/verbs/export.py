@@ -19,6 +19,7 @@ from evalkit.ground.result import Result
 from evalkit.ground.tensors import digest_of
 from evalkit.state.incarnations import known_incarnations
 from evalkit.state.run import remember, snapshot_dir_of
+from evalkit.state.snapshot import Snapshot
 from evalkit.verbs.snapshot_making import (
     Destination,
     ExportResult,
@@ -110,8 +111,6 @@ def export_verb(
     run_dir: Path, snapshot_dir: Path | None, *, source: Path, step: int, force: bool, **options: object
 ) -> tuple[Result, ExportResult]:
     """`evalkit export`: the run's next snapshot, by hand; its answer and what a person should be told."""
-    from evalkit.verbs.exporting import used_by_attempt
-
     record = remember(run_dir, snapshot_dir=snapshot_dir)
     staged = snapshot_dir_of(record, snapshot_dir)
     if staged is None:
@@ -126,9 +125,15 @@ def export_verb(
             run_id=record.run_id,
             run_dir=run.root,
             incarnation=len(known_incarnations(run)),
-            in_use=lambda snapshot: used_by_attempt(run, snapshot),
+            in_use=lambda snapshot: _named_by_attempt(run, snapshot),
             **options,  # type: ignore[arg-type]
         )
     )
     data = {**asdict(result), "path": str(result.path), "step": step}
     return Result(data, [str(result.path)]), result
+
+
+def _named_by_attempt(run: RunPaths, snapshot: Snapshot) -> str | None:
+    from evalkit.verbs.exporting import used_by_attempt
+
+    return used_by_attempt(run, snapshot)
