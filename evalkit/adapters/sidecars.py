@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import msgspec
 
 from evalkit.ground.errors import DataError, NoSnapshotError
 
@@ -42,8 +43,7 @@ _FAMILIES = (
 _GENERATION_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-@dataclass
-class Sidecars:
+class Sidecars(msgspec.Struct):
     """The files beside the weights.
 
     Attributes:
@@ -53,8 +53,8 @@ class Sidecars:
     """
 
     config: dict[str, Any]
-    files: dict[str, Path | bytes] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
+    files: dict[str, Path | bytes] = {}
+    missing: list[str] = []
 
     def write(self, directory: Path) -> None:
         for name, content in self.files.items():

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+import msgspec
 
 from evalkit.ground.errors import DataError, NoSnapshotError
 from evalkit.ground.tensors import TensorHeader, read_header, read_headers
@@ -17,8 +18,7 @@ TORCH_INDEX = "pytorch_model.bin.index.json"
 FORMS = "give a Hugging Face directory, *.safetensors files, or a torch state dict (.pt, .bin)"
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(msgspec.Struct, frozen=True):
     """Weights, found but not read yet.
 
     Attributes:

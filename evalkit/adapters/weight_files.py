@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from evalkit.adapters.copying import CopyMode, create_file, fsync_file, link_file
 from evalkit.adapters.sources import Source, Unchanged

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import socket
 from pathlib import Path
 
 import msgspec
@@ -51,12 +50,12 @@ def identify(pid: int) -> ProcessId:
     started = start_time(pid)
     if started is None:
         raise ProcessLookupError(f"no process {pid}")
-    return ProcessId(socket.gethostname(), boot_id(), pid, started)
+    return ProcessId(os.uname().nodename, boot_id(), pid, started)
 
 
 def is_here(process: ProcessId) -> bool:
     """Whether `process` could be looked up and signalled from here: same host and boot."""
-    return process.host == socket.gethostname() and process.boot_id == boot_id()
+    return process.host == os.uname().nodename and process.boot_id == boot_id()
 
 
 def is_alive(process: ProcessId) -> bool:

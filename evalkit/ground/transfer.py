@@ -10,12 +10,13 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from evalkit.ground.errors import DataError
 
-CHUNK = 1 << 20  # bytes
+CHUNK = 512 << 10  # bytes
 MAX_THREADS = 8
 
 
@@ -23,8 +24,7 @@ class Cancelled(Exception):  # noqa: N818  (an answer to whoever cancelled)
     """The transfer was ended before it was done."""
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(msgspec.Struct, frozen=True):
     """`length` bytes of `source` from `start`, to be hashed under `name`, and copied to `target` if there is one."""
 
     name: str

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -17,11 +15,8 @@ from evalkit.ground.schema import DigestRecord, SnapshotId, SnapshotOwner
 from evalkit.ground.tensors import INDEX_NAME, digest_of, read_headers, shard_names
 from evalkit.ground.transfer import Span, transfer
 
-_EXPORT_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")  # it names files
 
-
-@dataclass(frozen=True)
-class Snapshot:
+class Snapshot(msgspec.Struct, frozen=True):
     """One snapshot.
 
     Attributes:
@@ -78,8 +73,6 @@ def open_snapshot(path: Path, *, need_marker: bool = True) -> Snapshot:
         head = read_struct(path / MANIFEST, SnapshotId, "manifest")
     except FileNotFoundError:
         return Snapshot(path, named, complete=complete)
-    if not _EXPORT_ID.fullmatch(head.export_id):
-        raise DataError(f"{path / MANIFEST} has a malformed export_id: {head.export_id!r}")
     if path.name.startswith("step_") and named not in (None, head.step):
         raise DataError(f"{path} holds step {head.step} by its {MANIFEST}", "give the directory its own name back")
     return Snapshot(path, head.step, head.export_id, head.digest, head.incarnation, head.run_id, complete)

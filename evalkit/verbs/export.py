@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Protocol
+
+from msgspec.structs import asdict, replace
 
 from evalkit.adapters.architectures import check_architecture
 from evalkit.adapters.copying import CopyMode
@@ -32,8 +33,7 @@ from evalkit.verbs.snapshot_making import (
 __all__ = ["ExportRequest", "ExportResult", "export_source", "export_verb", "source_digest"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExportRequest(Destination):
+class ExportRequest(Destination, frozen=True, kw_only=True):
     """One export of a source on disk.
 
     Attributes:

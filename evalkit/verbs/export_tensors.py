@@ -6,9 +6,10 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+
+from msgspec.structs import replace
 
 from evalkit.adapters.architectures import check_architecture
 from evalkit.adapters.ranks import Ranks, join_ranks

@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import msgspec
 
 from evalkit import __version__
 from evalkit.adapters.sidecars import Sidecars
@@ -31,8 +31,7 @@ def nobody(snapshot: Snapshot) -> str | None:
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Destination:
+class Destination(msgspec.Struct, frozen=True, kw_only=True):
     """Which snapshot an export makes.
 
     Attributes:
@@ -56,8 +55,7 @@ class Destination:
         return SnapshotPaths(self.snapshot_dir.absolute()).snapshot(self.step)
 
 
-@dataclass(frozen=True)
-class ExportResult:
+class ExportResult(msgspec.Struct, frozen=True):
     """A snapshot that is there now.
 
     Attributes:
@@ -75,7 +73,7 @@ class ExportResult:
     total_bytes: int
     seconds: float
     unchanged: bool = False
-    missing: list[str] = field(default_factory=list)
+    missing: list[str] = []
     unchecked: str = ""
 
 
@@ -124,7 +122,7 @@ def make_snapshot(
         write: puts the weight files into a directory.
     """
     began = time.monotonic()
-    export_id = to.export_id or uuid.uuid4().hex
+    export_id = to.export_id or os.urandom(16).hex()
     with staging(to.snapshot_dir, export_id) as stage:
         written = write(stage.path)
         total = sum(byte_size(dtype, shape) for dtype, shape, _ in written.tensors.values())
