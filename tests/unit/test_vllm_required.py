@@ -57,3 +57,20 @@ def test_with_ci_a_test_with_vllm_must_have_passed(tmp_path: Path, ci: bool) -> 
     code, shown = outcome(tmp_path, "def test_other():\n    pass\n", ci=ci)
     assert code == int(ci)
     assert ("no test with real vLLM has passed" in shown) == ci
+
+
+def test_tests_with_vllm_share_a_worker_and_so_their_engines(tmp_path: Path) -> None:
+    source = """
+import os, pytest
+
+@pytest.mark.vllm
+@pytest.mark.xdist_group("vllm")
+@pytest.mark.parametrize("number", range(8))
+def test_engine(number):
+    open("workers", "a").write(os.environ["PYTEST_XDIST_WORKER"] + "\\n")
+"""
+    code, _ = outcome(tmp_path, source, "-n", "2", "--dist", "loadgroup")
+    assert code == 0
+    workers = (tmp_path / "workers").read_text().split()
+    assert len(workers) == 8
+    assert len(set(workers)) == 1
