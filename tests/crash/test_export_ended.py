@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -169,8 +170,6 @@ finally:
     print(sorted(heavy), file=sys.stderr)
 """
     words = ["-c", check, "export", *exports.words(source, 40, [])]
-    import sys
-
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines()[-1] == "[]"
