@@ -59,12 +59,12 @@ def stop_engines(engines: Sequence[EngineRecord], *, grace: float | None = None)
     Raises:
         UnavailableError: a process did not end.
     """
-    found = processes_of(engines)
-    shared = _shared_memory_of_all(found) | _shared_memory_named(engines)
+    shared = _shared_memory_of_all(processes_of(engines)) | _shared_memory_named(engines)
     # A server that is told to end ends its children; children without one have nothing left to finish.
     served = [engine for engine in engines if engine.process and kill(engine.process, signal.SIGTERM)]
     _kill_workers([engine for engine in engines if engine not in served])
     _wait(lambda: not processes_of(served), TERM_GRACE if grace is None else grace)
+    shared |= _shared_memory_of_all(processes_of(engines)) | _shared_memory_named(engines)  # as they started or ended
     _kill_workers(served)
     _wait(lambda: not processes_of(engines), TRACKER_GRACE)
     if not _wait(lambda: not _kill_all(engines), KILL_TIMEOUT):

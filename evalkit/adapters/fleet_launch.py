@@ -116,6 +116,7 @@ async def start_and_wait(
     running: Sequence[EngineRecord] = (),
     *,
     timeout: float,
+    deadline: float | None = None,
     started: Callable[[], object] = lambda: None,
     progress: Progress = lambda text: None,
 ) -> None:
@@ -127,13 +128,14 @@ async def start_and_wait(
     Args:
         to_start: as in the fleet record or planned for it; nothing of them runs.
         timeout: seconds for all of them.
+        deadline: on the monotonic clock, where the timeout began before this call.
         started: called when all processes run.
 
     Raises:
         UnavailableError: one died (the end of its log is in the error's notes), was not up in time, or the fleet was
             brought down meanwhile.
     """
-    start = _Start(paths, time.monotonic() + timeout, timeout)
+    start = _Start(paths, time.monotonic() + timeout if deadline is None else deadline, timeout)
     try:
         for engine in to_start:
             start.launch(engine)
@@ -187,7 +189,7 @@ async def _wait_up(start: _Start, index: int) -> bool:
                     return False
                 raise _noted(start, engine, _end_of(start, engine))
             if time.monotonic() > start.deadline:
-                raise _noted(start, engine, f"engine {index} was not up within {start.timeout:.0f} s ({answer})")
+                raise _noted(start, engine, f"engine {index} was not up within {start.timeout:g} s ({answer})")
             await asyncio.sleep(POLL)
 
 

@@ -113,7 +113,7 @@ def fleet_up(
     deadline = time.monotonic() + timeout
     with locked(paths.launch_lock, timeout, what=f"the start of fleet {paths.name}"):
         try:
-            _start_missing(paths, request, deadline, progress)
+            _start_missing(paths, request, timeout, deadline, progress)
         except BaseException:
             _clear_failed(paths)
             raise
@@ -127,12 +127,16 @@ def _brought_up(record: FleetRecord) -> FleetRecord:
     return msgspec.structs.replace(record, state="up")
 
 
-def _start_missing(paths: FleetPaths, request: LaunchRequest, deadline: float, progress: Progress) -> None:
+def _start_missing(
+    paths: FleetPaths, request: LaunchRequest, timeout: float, deadline: float, progress: Progress
+) -> None:
     running = _running(paths, request)
     with contextlib.ExitStack() as placing:
         to_start = _revived(paths, running) if running else _plan(paths, request, _place(request, placing))
-        timeout = max(0.0, deadline - time.monotonic())
-        asyncio.run(start_and_wait(paths, to_start, running, timeout=timeout, started=placing.close, progress=progress))
+        starting = start_and_wait(
+            paths, to_start, running, timeout=timeout, deadline=deadline, started=placing.close, progress=progress
+        )
+        asyncio.run(starting)
 
 
 def _running(paths: FleetPaths, request: LaunchRequest) -> list[EngineRecord]:

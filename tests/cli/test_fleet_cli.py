@@ -159,8 +159,8 @@ def test_an_interrupted_start_leaves_nothing(fleets: FleetCommands, signum: sign
 
 
 def _started(fleets: FleetCommands) -> int:
-    """How many engines have written into their logs."""
-    return sum("starting" in Path(engine.log).read_text() for engine in fleets.engines() if Path(engine.log).exists())
+    """How many engines run and have mapped what they map."""
+    return sum("core ready" in Path(engine.log).read_text() for engine in fleets.engines() if Path(engine.log).exists())
 
 
 def test_a_killed_start_is_finished_by_the_next_one(fleets: FleetCommands) -> None:

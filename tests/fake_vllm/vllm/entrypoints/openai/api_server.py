@@ -70,7 +70,14 @@ def lose_port(args: argparse.Namespace) -> None:
 
 def start_child(maps: list[str]) -> subprocess.Popen[bytes]:
     child = subprocess.Popen([sys.executable, "-c", CHILD, *maps], stdin=subprocess.DEVNULL)
-    signal.signal(signal.SIGTERM, lambda *_: (child.kill(), child.wait(), sys.exit(0)))
+
+    def end(*_: object) -> None:
+        child.kill()
+        child.wait()
+        Path(f"/dev/shm/vllm_fake_{os.environ['EVALKIT_ENGINE_ID']}").unlink(missing_ok=True)
+        sys.exit(0)
+
+    signal.signal(signal.SIGTERM, end)
     return child
 
 
