@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 
 from evalkit.agent.engine import Engine
 from evalkit.agent.messages import Reply
+from evalkit.ground.ids import new_id
 
 
 async def probe(engine: Engine, timeout: float) -> Reply:
@@ -33,7 +33,7 @@ async def _one_token(engine: Engine) -> int | None:
 
     parameters = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
     token = None
-    request_id = f"evalkit-probe-{uuid.uuid4().hex}"
+    request_id = f"evalkit-probe-{new_id()}"
     async for output in engine.client.generate({"prompt_token_ids": [0]}, parameters, request_id):
         token = next(iter(output.outputs[0].token_ids), token)
     return token

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -12,6 +11,7 @@ from typing import TypeVar
 import msgspec
 
 from evalkit.ground.errors import DataError
+from evalkit.ground.ids import new_id
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -29,7 +29,7 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o666) -> None:
 
 def write_temporary(directory: Path, data: bytes, *, mode: int = 0o666) -> Path:
     """Write `data` to a new hidden file in `directory`, fsynced; the umask applies to `mode`."""
-    path = directory / f".tmp-{uuid.uuid4().hex}"
+    path = directory / f".tmp-{new_id()}"
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
         with os.fdopen(fd, "wb") as file:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from evalkit.ground.errors import DataError
 
 INDEX_NAME = "model.safetensors.index.json"
+OTHER_FORM = "consolidated"  # the same weights once more, under the names of the model's own library
 HEADER_LIMIT = 100_000_000  # bytes; the safetensors format's own limit
 
 BITS = {
@@ -100,7 +101,7 @@ def shard_names(directory: Path) -> list[str]:
         DataError: no weights, an index that is no index, a file named by the index that is missing or lies outside
             the directory, or a shard that the index does not name.
     """
-    present = sorted(p.name for p in directory.glob("*.safetensors"))
+    present = sorted(p.name for p in directory.glob("*.safetensors") if not p.name.startswith(OTHER_FORM))
     index = directory / INDEX_NAME
     if not index.exists():
         if not present:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import msgspec
 from evalkit.ground import locks
 from evalkit.ground.errors import DataError
 from evalkit.ground.files import read_struct
+from evalkit.ground.ids import new_id
 from evalkit.ground.layout import AttemptPaths, ResultPaths, RunPaths
 from evalkit.ground.locks import try_lock
 from evalkit.ground.processes import ProcessId
@@ -52,7 +52,7 @@ def prepare(run: RunPaths, record: ActiveRecord, reserve: Outcome) -> Prepared:
         reserve: the outcome that will be linked when the disk has no room for another one.
     """
     run.attempt(record.step, record.attempt).outcome.parent.mkdir(exist_ok=True)
-    directory = run.active / f"{_PREPARING}{uuid.uuid4().hex}"
+    directory = run.active / f"{_PREPARING}{new_id()}"
     directory.mkdir()
     lock_fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
@@ -67,7 +67,7 @@ def prepare(run: RunPaths, record: ActiveRecord, reserve: Outcome) -> Prepared:
 
 def note(paths: AttemptPaths, record: ActiveRecord) -> None:
     """Under the ledger lock: the record alone, of an attempt that is settled in the same breath."""
-    temporary = paths.run.active / f"{_PREPARING}{uuid.uuid4().hex}"
+    temporary = paths.run.active / f"{_PREPARING}{new_id()}"
     temporary.write_bytes(msgspec.json.encode(record))
     temporary.rename(paths.record)
 

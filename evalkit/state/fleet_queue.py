@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from evalkit.ground.errors import BusyError
+from evalkit.ground.ids import new_id
 from evalkit.ground.layout import FleetPaths
 from evalkit.ground.locks import is_current, is_held, open_locked, try_lock
 from evalkit.ground.processes import this_process
@@ -115,7 +115,7 @@ class _Ticket:
     @classmethod
     def publish(cls, paths: FleetPaths, place: str, outcome: Path | None) -> _Ticket:
         paths.queue.mkdir(parents=True, exist_ok=True)
-        name = uuid.uuid4().hex[:12]
+        name = new_id()[:12]
         temporary, path = paths.queue / f".tmp-{name}", paths.queue / f"{place}~{name}"
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try_lock(fd)
@@ -179,7 +179,7 @@ def _try_take(ticket: _Ticket) -> tuple[int, FleetHold] | None:
 
 def _enter(ticket: _Ticket, fd: int) -> FleetHold | None:
     """Write the new holder into the record, unless the lock file was replaced meanwhile."""
-    hold = FleetHold(ticket.paths, uuid.uuid4().hex)
+    hold = FleetHold(ticket.paths, new_id())
 
     def enter(record: FleetRecord) -> FleetRecord:
         return _held_by(record, hold, ticket) if is_current(fd, ticket.paths.lock) else record
@@ -209,7 +209,7 @@ def _break_lock(ticket: _Ticket) -> tuple[int, FleetHold] | None:
     Under the record lock, so that of two that try only the first finds the old holder there. One that took the
     old file at this very moment sees in `_enter` that the path names another.
     """
-    hold = FleetHold(ticket.paths, uuid.uuid4().hex)
+    hold = FleetHold(ticket.paths, new_id())
     temporary = ticket.paths.directory / f".tmp-{hold.token}"
     fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try_lock(fd)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import re
-import uuid
 from pathlib import Path
 
 import msgspec
 
 from evalkit.ground.errors import DataError
 from evalkit.ground.files import fsync_dir, publish_by_link, read_struct
+from evalkit.ground.ids import new_id
 from evalkit.ground.layout import AttemptPaths, RunPaths
 from evalkit.ground.schema import Outcome
 
@@ -54,7 +54,7 @@ def settle(paths: AttemptPaths, outcome: Outcome) -> bool:
     On a full disk the reserve made at admission, which says `no_space`, is published in its place.
     """
     directory = paths.outcome.parent
-    temporary = directory / f".{paths.attempt}.{uuid.uuid4().hex}"
+    temporary = directory / f".{paths.attempt}.{new_id()}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _write(temporary, outcome)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-import uuid
 from pathlib import Path
 
 import msgspec
 
 from evalkit.ground.errors import UsageError
 from evalkit.ground.files import publish_by_link, read_struct, write_struct, write_temporary
+from evalkit.ground.ids import new_id
 from evalkit.ground.layout import RunPaths
 from evalkit.ground.locks import locked
 from evalkit.ground.schema import RunRecord
@@ -47,7 +47,7 @@ def find_run(root: Path) -> RunRecord | None:
 def _make_run(paths: RunPaths) -> None:
     for directory in (paths.active, paths.points, paths.results, paths.fleets, paths.incarnations):
         directory.mkdir(parents=True, exist_ok=True)
-    record = RunRecord(run_id=uuid.uuid4().hex, created_at=time.time())
+    record = RunRecord(run_id=new_id(), created_at=time.time())
     temporary = write_temporary(paths.root, msgspec.json.encode(record))
     try:
         publish_by_link(temporary, paths.record)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +12,7 @@ from typing import Any, Literal
 from evalkit.decisions import incarnations, outcomes
 from evalkit.decisions.admission import Action, Asked, Decision, LiveAttempt, decide
 from evalkit.ground.errors import BusyError, EvalkitError
+from evalkit.ground.ids import new_id
 from evalkit.ground.layout import AttemptPaths, RunPaths
 from evalkit.ground.processes import this_process
 from evalkit.ground.schema import ActiveRecord, Outcome
@@ -185,7 +185,7 @@ def _record(bid: Bid, incarnation: int) -> ActiveRecord:
         incarnation=incarnation,
         snapshot=str(bid.due.snapshot),
         snapshot_dir=str(bid.due.snapshot_dir) if bid.due.snapshot_dir else None,
-        export_id=uuid.uuid4().hex if bid.due.source else read_export_id(bid.due.snapshot),
+        export_id=new_id() if bid.due.source else read_export_id(bid.due.snapshot),
         source_digest=bid.digest,
         suite=bid.suite,
         fleet=bid.fleet,

@@ -92,6 +92,8 @@ def _bid(request: DispatchRequest) -> Bid | None:
     due = find_due(run, snapshot_dir_of(record, request.snapshot_dir), request.step, request.source, request.baseline)
     if due is None:
         return None
+    if record is None or record.suite != suite:
+        _check_new_suite(Path(suite))
     remember(request.run_dir, snapshot_dir=request.snapshot_dir, suite=request.suite, fleet=request.fleet)
     return Bid(
         run=run,
@@ -108,6 +110,14 @@ def _bid(request: DispatchRequest) -> Bid | None:
         fleet=fleet_name(record, request.fleet),
         settings=request.settings,
     )
+
+
+def _check_new_suite(suite: Path) -> None:
+    """Look through a suite that the run has not recorded, so that its mistakes are told at once, not by a worker."""
+    from evalkit.adapters.suite import load_suite
+    from evalkit.verbs.evaluate import check_suite
+
+    check_suite(load_suite(suite))
 
 
 def _digest_if_seen(run: RunPaths, due: Due, request: DispatchRequest) -> str | None:

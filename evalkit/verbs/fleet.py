@@ -27,7 +27,7 @@ from evalkit.ground.processes import is_alive, this_process
 from evalkit.ground.result import Result
 from evalkit.ground.schema import EngineRecord, FleetRecord
 from evalkit.state.fleet import change_fleet, load_fleet
-from evalkit.state.run import fleet_name, open_run, remember
+from evalkit.state.run import find_run, fleet_name, remember
 from evalkit.verbs.fleet_status import show_fleet
 
 
@@ -39,7 +39,7 @@ def fleet_paths(run_dir: Path, name: str | None, *, create: bool = False) -> Fle
     """
     run = run_dir.absolute()
     name = str(Path(name).absolute()) if name and "/" in name else name
-    record = open_run(run, create=create) if create or RunPaths(run).record.exists() else None
+    record = find_run(run)
     paths = RunPaths(run).fleet(fleet_name(record, name))
     if create:
         remember(run, fleet=fleet_name(record, name))

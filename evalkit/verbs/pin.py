@@ -30,7 +30,7 @@ from evalkit.ground.schema import EngineRecord, FleetRecord, PinnedEngine, PinPr
 from evalkit.ground.tensors import read_headers
 from evalkit.state.fleet import load_fleet
 from evalkit.state.fleet_queue import FleetHold, hold_fleet
-from evalkit.state.run import fleet_name, open_run, snapshot_dir_of
+from evalkit.state.run import find_run, fleet_name, snapshot_dir_of
 from evalkit.state.snapshot import known_digest, open_snapshot, resolve_snapshot, use_snapshot
 
 PROBE_TIMEOUT = 60.0  # seconds; the first token of an engine takes longest
@@ -236,7 +236,7 @@ def pin_target(run_dir: Path, name: str, snapshot_dir: Path | None) -> Iterator[
         DataError: its weights can't be read.
     """
     run = RunPaths(run_dir.absolute())
-    record = open_run(run.root, create=False) if run.record.exists() else None
+    record = find_run(run.root)
     directory = snapshot_dir_of(record, snapshot_dir)
     path = resolve_snapshot(name, directory)
     inside = directory is not None and path.parent == directory
@@ -264,7 +264,7 @@ def pin_verb(
 ) -> Result:
     """Take the fleet, waiting at most `timeout` seconds for it, and pin `snapshot` on it; see `pin_engines`."""
     run = RunPaths(run_dir.absolute())
-    record = open_run(run.root, create=False) if run.record.exists() else None
+    record = find_run(run.root)
     paths = run.fleet(fleet_name(record, fleet))
     load_fleet(paths)
     with pin_target(run_dir, snapshot, snapshot_dir) as target, hold_fleet(paths, timeout=timeout) as hold:

@@ -20,7 +20,7 @@ from evalkit.ground.result import Result
 from evalkit.ground.schema import FleetRecord, PinnedEngine, PinProof, RunRecord
 from evalkit.state.fleet import load_fleet
 from evalkit.state.fleet_queue import FleetHold, hold_fleet
-from evalkit.state.run import fleet_name, open_run
+from evalkit.state.run import find_run, fleet_name
 from evalkit.verbs.evaluate import Evaluation, check_suite, evaluate
 from evalkit.verbs.pin import PinTarget, pin_engines, pin_target
 
@@ -60,7 +60,7 @@ def run(request: RunRequest, progress: Progress = lambda text: None) -> Result:
         BusyError: the fleet was not free in time, or the evaluation did not end in time.
     """
     end = time.monotonic() + request.timeout
-    record = _run_record(request.run_dir)
+    record = find_run(request.run_dir)
     suite = _suite(request, record)
     results = _given_output(request)
     fleet = RunPaths(request.run_dir.absolute()).fleet(fleet_name(record, request.fleet))
@@ -71,10 +71,6 @@ def run(request: RunRequest, progress: Progress = lambda text: None) -> Result:
             target = stack.enter_context(pin_target(request.run_dir, request.snapshot, request.snapshot_dir))
         hold = stack.enter_context(hold_fleet(fleet, timeout=request.timeout))
         return asyncio.run(_pin_and_evaluate(hold, target, suite, results, request, end, progress))
-
-
-def _run_record(run_dir: Path) -> RunRecord | None:
-    return open_run(run_dir, create=False) if RunPaths(run_dir).record.exists() else None
 
 
 def _suite(request: RunRequest, record: RunRecord | None) -> Suite:

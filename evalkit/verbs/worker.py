@@ -31,7 +31,9 @@ def main(order: dict[str, Any]) -> None:
     if not is_current(lock_fd, paths.lock):
         sys.exit(f"the lock of {paths.name} is not the one that was handed down")
     _sign(paths)
-    with contextlib.suppress(BrokenPipeError):  # dispatch may be dead by now; the attempt is this process's all the same
+    with contextlib.suppress(
+        BrokenPipeError
+    ):  # dispatch may be dead by now; the attempt is this process's all the same
         os.write(ack_fd, b"1")
     os.close(ack_fd)
 

@@ -249,6 +249,13 @@ def test_a_shard_of_an_older_export_is_bad_data(tmp_path: Path) -> None:
         read_headers(tmp_path)
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_the_same_weights_in_another_form_are_left_alone(tmp_path: Path, shards: int) -> None:
+    write_sharded(tmp_path, [{"a.weight": f32(2)}, {"b.weight": f32(3)}][:shards])
+    write_file(tmp_path / "consolidated.safetensors", {"layers.a": f32(2)})
+    assert set(read_headers(tmp_path)) == {"a.weight", "b.weight"} - ({"b.weight"} if shards == 1 else set())
+
+
 def test_a_tensor_in_two_files_is_bad_data(tmp_path: Path) -> None:
     write_file(tmp_path / "one.safetensors", {"a.weight": f32(2)})
     write_file(tmp_path / "two.safetensors", {"a.weight": f32(2)})
