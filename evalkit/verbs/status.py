@@ -41,8 +41,12 @@ def status(run_dir: Path, *, show_all: bool = False) -> Result:
 
 def _point(row: MetricsRow) -> dict[str, Any]:
     scores = {name.removeprefix("eval/"): value for name, value in row.metrics.items() if name.count("/") == 1}
-    scores = {name: value for name, value in scores.items() if "-" not in name and not name.startswith("skipped_")}
+    scores = {name: value for name, value in scores.items() if not _is_about_the_point(name)}
     return {"step": row.step, "attempt": row.attempt, "outcome": row.outcome, "reason": row.reason, "metrics": scores}
+
+
+def _is_about_the_point(name: str) -> bool:
+    return "-" in name or name.startswith("skipped_") or name in ("step", "duration_seconds", "export_time_seconds")
 
 
 def _flight(paths: AttemptPaths) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -49,6 +50,9 @@ def settled(real_fleet: RealFleet) -> Iterator[None]:
     real_fleet.call("drain", "--timeout", "120s", code=None)
 
 
+STEPS = itertools.count(1000, 10)  # rising, whatever the order of the tests: the newest snapshots are the last made
+
+
 def outcome(fleet: RealFleet, step: int, attempt: int = 1) -> dict[str, Any]:
     return json.loads(RunPaths(fleet.run_dir).attempt(step, attempt).outcome.read_text())
 
@@ -62,28 +66,29 @@ def responses(fleet: RealFleet, step: int) -> list[str]:
 def test_points_land_at_their_steps_and_give_their_snapshots_back(
     real_fleet: RealFleet, checkpoints: dict[int, Path], evals: Path
 ) -> None:
-    for step, seed in ((110, 5), (120, 6), (130, 7), (140, 5)):
+    steps = [next(STEPS) for _ in range(4)]
+    for step, seed in zip(steps, (5, 6, 7, 5), strict=True):
         words = ("--step", str(step), "--from", checkpoints[seed], "--suite", evals)
         assert real_fleet.json("dispatch", *words)["state"] == "dispatched"
     real_fleet.call("drain", "--timeout", "200s", "--fail-on-skip")
-    for step in (110, 120, 130, 140):
+    for step in steps:
         found = outcome(real_fleet, step)
         assert (found["outcome"], found["weight_version"]) == ("landed", str(step)), found
         assert found["metrics"]["eval/tales/weight_version/mean"] == step
         assert found["metrics"]["eval/tales/weight_version/mixed_version_ratio"] == 0
         assert len(found["proof"]["engines"]) == 2
-    assert responses(real_fleet, 110) == responses(real_fleet, 140)
-    assert len({tuple(responses(real_fleet, step)) for step in (110, 120, 130)}) == 3
-    names = {path.name for path in real_fleet.snapshot_dir.glob("step_1[1-9]0")}
-    assert names == {"step_130", "step_140"}
+    assert responses(real_fleet, steps[0]) == responses(real_fleet, steps[3])
+    assert len({tuple(responses(real_fleet, step)) for step in steps[:3]}) == 3
+    left = [step for step in steps if (real_fleet.snapshot_dir / f"step_{step}").exists()]
+    assert left == steps[2:]
     assert list(RunPaths(real_fleet.run_dir).active.iterdir()) == []
 
 
 def test_the_trainers_shell_dies_and_the_result_lands(
     real_fleet: RealFleet, checkpoints: dict[int, Path], tmp_path: Path
 ) -> None:
-    evals = make_suite(tmp_path, rows=24, length=96)
-    script = f'"{sys.executable}" -m evalkit dispatch --step 150 --from "$1" --suite "$2"; echo done; sleep 600'
+    evals, step = make_suite(tmp_path, rows=24, length=96), next(STEPS)
+    script = f'"{sys.executable}" -m evalkit dispatch --step {step} --from "$1" --suite "$2"; echo done; sleep 600'
     shell = subprocess.Popen(
         ["bash", "-c", script, "trainer", checkpoints[6], evals],
         env=real_fleet.environment(),
@@ -92,21 +97,21 @@ def test_the_trainers_shell_dies_and_the_result_lands(
         start_new_session=True,
     )
     assert shell.stdout is not None
-    assert shell.stdout.readline() == "step_150 dispatched\n"
+    assert shell.stdout.readline() == f"step_{step} dispatched\n"
     assert shell.stdout.readline() == "done\n"
     os.killpg(shell.pid, signal.SIGKILL)
     shell.wait(10)
     real_fleet.call("drain", "--timeout", "200s", "--fail-on-skip")
-    assert outcome(real_fleet, 150)["outcome"] == "landed"
+    assert outcome(real_fleet, step)["outcome"] == "landed"
     real_fleet.call("probe")
 
 
 def test_a_stopped_worker_loses_the_engines_and_gets_nothing_back(
     real_fleet: RealFleet, checkpoints: dict[int, Path], evals: Path, tmp_path: Path
 ) -> None:
-    long = make_suite(tmp_path, rows=64, length=200)
-    real_fleet.json("dispatch", "--step", "160", "--from", checkpoints[5], "--suite", long, "--timeout", "8s")
-    attempt = RunPaths(real_fleet.run_dir).attempt(160, 1)
+    long, first, second = make_suite(tmp_path, rows=64, length=200), next(STEPS), next(STEPS)
+    real_fleet.json("dispatch", "--step", str(first), "--from", checkpoints[5], "--suite", long, "--timeout", "8s")
+    attempt = RunPaths(real_fleet.run_dir).attempt(first, 1)
     wait_for(lambda: any(engine.state()["in_flight"] for engine in real_fleet.engines), "the evaluation", 30)
     identity = json.loads((attempt.results / "worker.json").read_text())
     os.kill(identity["pid"], signal.SIGSTOP)
@@ -114,18 +119,24 @@ def test_a_stopped_worker_loses_the_engines_and_gets_nothing_back(
     try:
         deadline = json.loads(attempt.record.read_text())["deadline"]
         wait_for(lambda: time.time() > deadline + 5.1, "the deadline")
-        real_fleet.json("dispatch", "--step", "170", "--from", checkpoints[6], "--suite", evals)
+        real_fleet.json("dispatch", "--step", str(second), "--from", checkpoints[6], "--suite", evals)
         real_fleet.call("drain", "--timeout", "200s")
-        assert outcome(real_fleet, 160)["reason"] == "timeout"
-        assert outcome(real_fleet, 170)["outcome"] == "landed"
-        epoch = outcome(real_fleet, 170)["proof"]["epoch"]
-        order = {"fleet": "eval", "epoch": epoch - 1, "path": str(checkpoints[5]), "version": "160", "digest": "0" * 64}
+        assert outcome(real_fleet, first)["reason"] == "timeout"
+        assert outcome(real_fleet, second)["outcome"] == "landed"
+        epoch = outcome(real_fleet, second)["proof"]["epoch"]
+        order = {
+            "fleet": "eval",
+            "epoch": epoch - 1,
+            "path": str(checkpoints[5]),
+            "version": str(first),
+            "digest": "0" * 64,
+        }
         assert [engine.call("/evalkit/pin", order).status for engine in real_fleet.engines] == [409, 409]
-        before = (outcome(real_fleet, 160), RunPaths(real_fleet.run_dir).metrics.read_text())
+        before = (outcome(real_fleet, first), RunPaths(real_fleet.run_dir).metrics.read_text())
         os.kill(identity["pid"], signal.SIGCONT)
         wait_for(lambda: not is_alive(identity["pid"]), "its end")
     finally:
         if is_alive(identity["pid"]):
             os.kill(identity["pid"], signal.SIGKILL)
-    assert (outcome(real_fleet, 160), RunPaths(real_fleet.run_dir).metrics.read_text()) == before
-    assert {engine.state()["pin"]["version"] for engine in real_fleet.engines} == {"170"}
+    assert (outcome(real_fleet, first), RunPaths(real_fleet.run_dir).metrics.read_text()) == before
+    assert {engine.state()["pin"]["version"] for engine in real_fleet.engines} == {str(second)}
