@@ -15,7 +15,7 @@ class SnapshotFacts:
         ours: made by this run's evalkit; nothing else is ever taken away.
         settled: an outcome names its export.
         active: an attempt in flight names it.
-        loaded: a fleet has it pinned, or booted from it.
+        loaded: a fleet has it pinned, or booted from it; None when that is not known.
     """
 
     name: str
@@ -26,7 +26,7 @@ class SnapshotFacts:
     ours: bool
     settled: bool
     active: bool
-    loaded: bool
+    loaded: bool | None
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -57,7 +57,8 @@ def _verdict(snapshot: SnapshotFacts, newest: bool, kept: bool, keep: int) -> Ve
         (not snapshot.ours, "not made by this run"),
         (snapshot.active, "named by an attempt in flight"),
         (newest, "the newest complete one"),
-        (snapshot.loaded, "loaded by a fleet"),
+        (snapshot.loaded is None, "a fleet's record is damaged: what it has loaded is not known"),
+        (bool(snapshot.loaded), "loaded by a fleet"),
         (not snapshot.settled, "not evaluated yet"),
         (kept, f"among the newest {keep}"),
     )

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import msgspec
 
-from evalkit.ground.errors import BusyError, DataError, NoSnapshotError, UsageError
+from evalkit.ground.errors import DataError, NoSnapshotError, UsageError
 from evalkit.ground.files import publish_by_link, read_struct, write_struct, write_temporary
 from evalkit.ground.layout import MANIFEST, MARKER, RunPaths, SnapshotPaths, step_of
-from evalkit.ground.locks import open_locked
+from evalkit.ground.locks import wait_locked
 from evalkit.ground.schema import DigestRecord, SnapshotId, SnapshotOwner
 from evalkit.ground.tensors import INDEX_NAME, digest_of, read_headers, shard_names
 from evalkit.ground.transfer import Span, transfer
+from evalkit.state.run import open_run
+
+USE_TIMEOUT = 10.0  # seconds; whoever clears up holds a snapshot's lock for a moment
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -103,14 +106,12 @@ def use_snapshot(snapshot_dir: Path, export_id: str) -> int:
     """Keep the snapshot of that export from being retired as long as the returned descriptor is open.
 
     Raises:
-        BusyError: it is being made or retired at this moment.
+        BusyError: it is being made or retired, and was so for `USE_TIMEOUT` seconds.
     """
     paths = SnapshotPaths(snapshot_dir)
     paths.locks.mkdir(parents=True, exist_ok=True)
-    fd = open_locked(paths.lock(export_id), shared=True)
-    if fd is None:
-        raise BusyError(f"snapshot {export_id} in {snapshot_dir} is being made or retired", "try again")
-    return fd
+    what = f"snapshot {export_id} in {snapshot_dir}, which is being made or retired,"
+    return wait_locked(paths.lock(export_id), USE_TIMEOUT, shared=True, what=what)
 
 
 def claim_snapshot_dir(snapshot_dir: Path, run_id: str, run_dir: Path) -> None:
@@ -138,6 +139,15 @@ def claim_snapshot_dir(snapshot_dir: Path, run_id: str, run_dir: Path) -> None:
         )
 
 
+def is_owned(run: RunPaths, snapshot_dir: Path) -> bool:
+    """Whether SNAPSHOT_DIR is this run's, which alone may take anything away there."""
+    try:
+        owner = read_struct(SnapshotPaths(snapshot_dir).owner, SnapshotOwner, "owner record")
+    except (FileNotFoundError, DataError):
+        return False
+    return owner.run_id == open_run(run.root, create=False).run_id
+
+
 def hash_directory(path: Path) -> dict[str, tuple[str, tuple[int, ...], str]]:
     """Dtype, shape and blake3 of every tensor of a Hugging Face directory, after checking headers and index.
 
@@ -157,10 +167,8 @@ def known_digest(run: RunPaths, snapshot: Snapshot) -> str:
     """
     if snapshot.digest is not None:
         return snapshot.digest
-    import blake3
-
     real = os.path.realpath(snapshot.path)
-    kept = run.digests / f"{blake3.blake3(real.encode()).hexdigest()[:32]}.json"
+    kept = _kept_digest(run, real)
     files = _weight_files(Path(real))
     try:
         record = read_struct(kept, DigestRecord, "kept digest")
@@ -174,6 +182,28 @@ def known_digest(run: RunPaths, snapshot: Snapshot) -> str:
     run.digests.mkdir(parents=True, exist_ok=True)
     write_struct(kept, DigestRecord(path=real, files=files, digest=digest))
     return digest
+
+
+def is_rewritten(run: RunPaths, snapshot: Snapshot, digest: str | None) -> bool:
+    """Whether a directory without a manifest holds other weight files than when it had this digest.
+
+    Nothing is hashed: the kept digest and the files' sizes and times tell. Without them it counts as the same.
+    """
+    real = os.path.realpath(snapshot.path)
+    try:
+        record = read_struct(_kept_digest(run, real), DigestRecord, "kept digest")
+    except (FileNotFoundError, DataError):
+        return False
+    try:
+        return digest is not None and (record.digest != digest or record.files != _weight_files(Path(real)))
+    except (OSError, DataError):
+        return True  # it is being written
+
+
+def _kept_digest(run: RunPaths, real: str) -> Path:
+    import blake3
+
+    return run.digests / f"{blake3.blake3(real.encode()).hexdigest()[:32]}.json"
 
 
 def _weight_files(path: Path) -> dict[str, tuple[int, int, int]]:

@@ -18,11 +18,12 @@ from types import FrameType
 from evalkit.ground.errors import BusyError, DataError, NoSnapshotError
 from evalkit.ground.files import fsync_dir, write_atomic, write_struct
 from evalkit.ground.layout import MANIFEST, MARKER, SnapshotPaths
-from evalkit.ground.locks import is_held, locked, open_locked
+from evalkit.ground.locks import is_held, locked, open_locked, wait_locked
 from evalkit.ground.schema import Manifest
 from evalkit.state.snapshot import Snapshot, open_snapshot
 
 PUBLISH_TIMEOUT = 60.0  # seconds; held for a few renames
+NEW_TIMEOUT = 1.0  # seconds; a lock that was made just now, whoever clears up may look at
 
 InUse = Callable[[Snapshot], str | None]
 """Who else names this snapshot, in words; None when nobody does."""
@@ -74,10 +75,9 @@ def staging(snapshot_dir: Path, export_id: str) -> Iterator[Staging]:
     paths = SnapshotPaths(snapshot_dir.absolute())
     for directory in (paths.incoming, paths.locks, paths.trash):
         directory.mkdir(parents=True, exist_ok=True)
-    sweep_incoming(paths.root)
-    lock = open_locked(paths.lock(export_id))
-    if lock is None:
-        raise BusyError(f"export {export_id} is under way in {snapshot_dir}", "wait for it")
+    for name in sweep_incoming(paths.root):
+        shutil.rmtree(paths.trash / name, ignore_errors=True)  # this export may need the room
+    lock = _lock_new(paths, export_id)
     stage = Staging(paths, export_id)
     try:
         stage.path.mkdir()
@@ -88,6 +88,11 @@ def staging(snapshot_dir: Path, export_id: str) -> Iterator[Staging]:
                 shutil.rmtree(stage.path, ignore_errors=True)
                 paths.lock(export_id).unlink(missing_ok=True)
         os.close(lock)
+
+
+def _lock_new(paths: SnapshotPaths, export_id: str) -> int:
+    what = f"export {export_id}, which is under way in {paths.root},"
+    return wait_locked(paths.lock(export_id), NEW_TIMEOUT, what=what)
 
 
 def _export_with(target: Path, digest: str) -> str | None:
@@ -133,24 +138,31 @@ def set_aside(paths: SnapshotPaths, target: Path, *, force: bool, in_use: InUse)
 
 
 def sweep_incoming(snapshot_dir: Path) -> list[str]:
-    """Delete what exports that died have left in `.incoming/`; their export ids."""
+    """Move what exports that died have left in `.incoming/` to `.trash/`; their export ids.
+
+    An export has a lock from its first moment: what has none is not evalkit's, and stays.
+    """
     paths = SnapshotPaths(snapshot_dir.absolute())
     try:
-        names = os.listdir(paths.incoming)
+        names = sorted(os.listdir(paths.incoming))
     except FileNotFoundError:
         return []
-    swept = []
-    for name in names:
-        lock = open_locked(paths.lock(name))
-        if lock is None:
-            continue  # its exporter lives
-        try:
-            shutil.rmtree(paths.incoming / name, ignore_errors=True)
-            paths.lock(name).unlink(missing_ok=True)
-        finally:
-            os.close(lock)
-        swept.append(name)
-    return swept
+    return [name for name in names if paths.lock(name).exists() and _trash_if_dead(paths, name)]
+
+
+def _trash_if_dead(paths: SnapshotPaths, name: str) -> bool:
+    lock = open_locked(paths.lock(name))
+    if lock is None:
+        return False  # its exporter lives
+    try:
+        if not (paths.incoming / name).exists():
+            return False  # published since, and the lock is the snapshot's
+        paths.trash.mkdir(exist_ok=True)
+        os.rename(paths.incoming / name, paths.trash / name)
+        paths.lock(name).unlink(missing_ok=True)
+    finally:
+        os.close(lock)
+    return True
 
 
 @contextmanager

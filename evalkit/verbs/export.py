@@ -20,7 +20,6 @@ from evalkit.ground.result import Result
 from evalkit.ground.tensors import digest_of
 from evalkit.state.incarnations import known_incarnations
 from evalkit.state.run import remember, snapshot_dir_of
-from evalkit.state.snapshot import Snapshot
 from evalkit.verbs.snapshot_making import (
     Destination,
     ExportResult,
@@ -29,6 +28,7 @@ from evalkit.verbs.snapshot_making import (
     make_snapshot,
     storage_errors,
 )
+from evalkit.verbs.snapshot_users import used_by_attempt
 
 __all__ = ["ExportRequest", "ExportResult", "export_source", "export_verb", "source_digest"]
 
@@ -125,15 +125,9 @@ def export_verb(
             run_id=record.run_id,
             run_dir=run.root,
             incarnation=len(known_incarnations(run)),
-            in_use=lambda snapshot: _named_by_attempt(run, snapshot),
+            in_use=lambda snapshot: used_by_attempt(run, snapshot),
             **options,  # type: ignore[arg-type]
         )
     )
     data = {**asdict(result), "path": str(result.path), "step": step}
     return Result(data, [str(result.path)]), result
-
-
-def _named_by_attempt(run: RunPaths, snapshot: Snapshot) -> str | None:
-    from evalkit.verbs.exporting import used_by_attempt
-
-    return used_by_attempt(run, snapshot)

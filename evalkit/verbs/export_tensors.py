@@ -31,6 +31,7 @@ from evalkit.verbs.snapshot_making import (
     make_snapshot,
     storage_errors,
 )
+from evalkit.verbs.snapshot_users import used_by_attempt
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -185,7 +186,12 @@ def _destination(step: int, snapshot_dir: str | Path | None, run_dir: str | Path
     staged = snapshot_dir_of(record, given)
     if staged is None:
         raise UsageError(f"{run.root} knows no SNAPSHOT_DIR", "give snapshot_dir")
-    incarnation = len(known_incarnations(run))
     return Destination(
-        step=step, snapshot_dir=staged, force=force, run_id=record.run_id, run_dir=run.root, incarnation=incarnation
+        step=step,
+        snapshot_dir=staged,
+        force=force,
+        run_id=record.run_id,
+        run_dir=run.root,
+        incarnation=len(known_incarnations(run)),
+        in_use=lambda snapshot: used_by_attempt(run, snapshot),
     )

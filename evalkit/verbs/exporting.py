@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 from evalkit.ground.errors import EvalkitError
 from evalkit.ground.layout import RunPaths
 from evalkit.ground.schema import ActiveRecord
-from evalkit.state import attempts
 from evalkit.state.run import open_run
-from evalkit.state.snapshot import Snapshot, known_digest, open_snapshot
+from evalkit.state.snapshot import known_digest, open_snapshot
 from evalkit.verbs.due import Due
-from evalkit.verbs.retiring import is_settled
+from evalkit.verbs.snapshot_users import is_settled, used_by_attempt
 
 if TYPE_CHECKING:
     from evalkit.verbs.export import ExportRequest
@@ -51,7 +50,7 @@ def export_due(run: RunPaths, due: Due, options: Mapping[str, Any], record: Acti
         incarnation=record.incarnation,
         export_id=record.export_id,
         force=_is_replaceable(run, due.snapshot),
-        in_use=lambda snapshot: used_by_attempt(run, snapshot, f"{record.step}.{record.attempt}"),
+        in_use=lambda snapshot: used_by_attempt(run, snapshot, run.attempt(record.step, record.attempt)),
     )
     result = export_source(request)
     return {"digest": result.digest, "export_seconds": result.seconds}
@@ -71,12 +70,3 @@ def _is_replaceable(run: RunPaths, snapshot: Path) -> bool:
         return is_settled(run, open_snapshot(snapshot, need_marker=False))
     except EvalkitError:
         return False
-
-
-def used_by_attempt(run: RunPaths, snapshot: Snapshot, mine: str | None = None) -> str | None:
-    """Which attempt in flight names the snapshot's directory, in words; None when none but `mine` does."""
-    for paths in attempts.list_attempts(run):
-        record = attempts.read_record(paths)
-        if paths.name != mine and record is not None and Path(record.snapshot) == snapshot.path:
-            return f"the attempt in flight {paths.name}"
-    return None

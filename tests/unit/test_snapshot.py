@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ from evalkit.ground.layout import MANIFEST, MARKER, RunPaths, SnapshotPaths
 from evalkit.ground.locks import open_locked
 from evalkit.ground.schema import SnapshotId, SnapshotOwner
 from evalkit.ground.tensors import digest_of
+from evalkit.state.retirement import empty_trash, sweep_locks
 from evalkit.state.snapshot import (
     claim_snapshot_dir,
     hash_directory,
+    is_rewritten,
     known_digest,
     list_snapshots,
     open_snapshot,
@@ -111,7 +114,7 @@ def test_one_run_owns_a_snapshot_dir(tmp_path: Path) -> None:
     assert os.listdir(staging_dir) == [".owner.json"]
 
 
-def test_a_used_snapshot_cannot_be_locked_by_others(tmp_path: Path) -> None:
+def test_a_used_snapshot_cannot_be_locked_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = SnapshotPaths(tmp_path)
     first, second = use_snapshot(tmp_path, "e1"), use_snapshot(tmp_path, "e1")
     assert open_locked(paths.lock("e1")) is None
@@ -120,9 +123,23 @@ def test_a_used_snapshot_cannot_be_locked_by_others(tmp_path: Path) -> None:
     os.close(second)
     retiring = open_locked(paths.lock("e1"))
     assert retiring is not None
+    monkeypatch.setattr("evalkit.state.snapshot.USE_TIMEOUT", 0.0)
     with pytest.raises(BusyError, match="being made or retired"):
         use_snapshot(tmp_path, "e1")
     os.close(retiring)
+
+
+def test_a_user_waits_for_one_who_looks_at_the_lock_for_a_moment(tmp_path: Path) -> None:
+    paths = SnapshotPaths(tmp_path)
+    paths.locks.mkdir()
+    swept = open_locked(paths.lock("e1"))
+    assert swept is not None
+    with ThreadPoolExecutor(1) as pool:
+        use = pool.submit(use_snapshot, tmp_path, "e1")
+        with pytest.raises(TimeoutError):
+            use.result(0.05)
+        os.close(swept)
+        os.close(use.result(10))
 
 
 def test_a_digest_is_kept_until_a_weight_file_changes(tmp_path: Path) -> None:
@@ -151,16 +168,89 @@ def test_the_manifests_digest_needs_no_reading(tmp_path: Path) -> None:
 
 def test_only_dead_exports_are_swept(tmp_path: Path) -> None:
     paths = SnapshotPaths(tmp_path)
-    dead = paths.incoming / "dead"
-    dead.mkdir(parents=True)
-    (dead / "model.safetensors").touch()
+    dead = dead_export(paths)
     with staging(tmp_path, "alive") as stage:
         assert not dead.exists()
-        dead.mkdir()
+        assert os.listdir(paths.trash) == []
+        dead_export(paths)
         assert sweep_incoming(tmp_path) == ["dead"]
+        assert os.listdir(paths.trash) == ["dead"]
         assert stage.path.is_dir()
     assert os.listdir(paths.incoming) == []
     assert os.listdir(paths.locks) == []
+
+
+def dead_export(paths: SnapshotPaths) -> Path:
+    dead = paths.incoming / "dead"
+    for directory in (dead, paths.locks):
+        directory.mkdir(parents=True, exist_ok=True)
+    (dead / "model.safetensors").touch()
+    paths.lock("dead").touch()
+    return dead
+
+
+def test_an_export_that_is_published_meanwhile_keeps_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = SnapshotPaths(tmp_path)
+    dead = dead_export(paths)
+
+    def publish_first(path: Path) -> int | None:
+        dead.rename(tmp_path / "step_40")
+        return open_locked(path)
+
+    monkeypatch.setattr("evalkit.state.staging.open_locked", publish_first)
+    assert sweep_incoming(tmp_path) == []
+    assert paths.lock("dead").exists()
+
+
+def test_only_what_evalkit_made_is_swept(tmp_path: Path) -> None:
+    paths = SnapshotPaths(tmp_path)
+    for precious in (paths.incoming / "precious", paths.trash / "precious"):
+        precious.mkdir(parents=True)
+    assert (sweep_incoming(tmp_path), empty_trash(paths)) == ([], [])
+    assert sorted(os.listdir(tmp_path)) == [".incoming", ".trash"]
+    assert os.listdir(paths.incoming) == os.listdir(paths.trash) == ["precious"]
+
+
+def test_locks_of_nothing_are_swept(tmp_path: Path) -> None:
+    paths = SnapshotPaths(tmp_path)
+    snapshot(tmp_path, 40)
+    dead_export(paths)
+    for export_id in ("e40", "held", "orphan"):
+        paths.lock(export_id).touch()
+    held = open_locked(paths.lock("held"), shared=True)
+    assert held is not None
+    assert sweep_locks(paths) == ["orphan"]
+    os.close(held)
+    assert sweep_locks(paths) == ["held"]
+    assert sorted(os.listdir(paths.locks)) == ["dead.lock", "e40.lock"]
+
+
+def test_a_lock_that_gets_its_snapshot_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = SnapshotPaths(tmp_path)
+    paths.locks.mkdir()
+    paths.lock("e40").touch()
+
+    def appear_first(path: Path) -> int | None:
+        snapshot(tmp_path, 40)
+        return open_locked(path)
+
+    monkeypatch.setattr("evalkit.state.retirement.open_locked", appear_first)
+    assert sweep_locks(paths) == []
+    assert paths.lock("e40").exists()
+
+
+def test_a_rewritten_directory_is_told_without_hashing(tmp_path: Path) -> None:
+    run, path = RunPaths(tmp_path / "run"), snapshot(tmp_path, 40, manifest=False)
+    found = open_snapshot(path)
+    assert not is_rewritten(run, found, "d")  # nothing is known of it
+    digest = known_digest(run, found)
+    assert (is_rewritten(run, found, digest), is_rewritten(run, found, "other")) == (False, True)
+    tiny_snapshot(path, value=1.0)
+    assert (is_rewritten(run, found, digest), is_rewritten(run, found, None)) == (True, False)
+    known_digest(run, found)
+    assert is_rewritten(run, found, digest)
+    (path / "model.safetensors").unlink()
+    assert is_rewritten(run, found, digest)
 
 
 def test_an_export_id_is_used_by_one_export_at_a_time(tmp_path: Path) -> None:
