@@ -19,6 +19,8 @@ from typing import Any
 
 from evalkit.ground.errors import DataError
 
+REGEX_TIMEOUT = 10.0  # seconds of the processor for one search; some patterns would need years
+
 Score = float | int | bool | None
 ScoreFunction = Callable[[str, Any, dict[str, Any]], Score]
 
@@ -31,13 +33,13 @@ class Scorer:
 
     Attributes:
         check_label: raises ValueError for a label that it cannot use; None: any label will do, a missing one too.
-        own: somebody's own function, which may block, fail or never return.
+        aside: called in a thread of its own, since it may block or never return.
     """
 
     name: str
     score: ScoreFunction
     check_label: Callable[[Any], object] | None = None
-    own: bool = False
+    aside: bool = False
 
 
 def exact(response: str, label: Any) -> bool:
@@ -57,7 +59,12 @@ def numeric(response: str, label: Any) -> bool:
 
 def regex(response: str, label: Any) -> bool:
     """The label, a regular expression, is found in the response."""
-    return re.search(label, response) is not None
+    import regex as patterns  # has a timeout, and lets other threads run
+
+    try:
+        return patterns.search(label, response, timeout=REGEX_TIMEOUT) is not None
+    except TimeoutError:
+        raise TimeoutError(f"the search for {label!r} took more than {REGEX_TIMEOUT:g} s") from None
 
 
 def _plain(label: Any) -> str:
@@ -76,21 +83,25 @@ def _decimal(label: Any) -> Decimal:
     return value
 
 
-def _pattern(label: Any) -> re.Pattern[str]:
+def _pattern(label: Any) -> object:
+    import regex as patterns
+
     try:
-        return re.compile(label)
-    except (re.error, TypeError) as error:
+        return patterns.compile(label)
+    except (patterns.error, TypeError) as error:
         raise ValueError(f"must be a regular expression, not {label!r}: {error}") from None
 
 
-def _built_in(name: str, score: Callable[[str, Any], bool], check_label: Callable[[Any], object]) -> Scorer:
-    return Scorer(name, lambda response, label, sample: score(response, label), check_label)
+def _built_in(
+    name: str, score: Callable[[str, Any], bool], check_label: Callable[[Any], object], *, aside: bool = False
+) -> Scorer:
+    return Scorer(name, lambda response, label, sample: score(response, label), check_label, aside)
 
 
 SCORERS = {
     "exact": _built_in("exact", exact, _plain),
     "numeric": _built_in("numeric", numeric, _decimal),
-    "regex": _built_in("regex", regex, _pattern),
+    "regex": _built_in("regex", regex, _pattern, aside=True),
 }
 
 
@@ -120,7 +131,7 @@ def find_scorer(name: str, directory: Path) -> Scorer:
         raise DataError(f"the scorer {name} cannot be imported: {problem}", reason="incomplete") from error
     if not callable(function):
         raise DataError(f"the scorer {name}: {module_name} has no function {attribute}", reason="incomplete")
-    return Scorer(name, function, own=True)
+    return Scorer(name, function, aside=True)
 
 
 def as_score(value: Any) -> float | None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -28,16 +28,17 @@ from evalkit.decisions.metrics import (
     overall_metrics,
     too_many_failed,
 )
-from evalkit.ground.errors import BusyError, DataError, EvalkitError, IncompleteError
+from evalkit.ground.errors import DataError, EvalkitError, EvalSkip, IncompleteError
 from evalkit.ground.files import fsync_dir, write_struct
 from evalkit.ground.layout import ResultPaths
 from evalkit.ground.schema import MetricsRecord, PinProof
 
 CHECK_INTERVAL = 1.0  # seconds
-SCORERS_AT_ONCE = 4  # threads that call somebody's own scorer
+SCORERS_AT_ONCE = 4  # threads that call scorers
 
 Check = Callable[[], object]
 Progress = Callable[[int, int], object]
+More = Callable[[], Mapping[str, float | int | None]]
 
 
 @dataclass(frozen=True)
@@ -88,9 +89,9 @@ async def evaluate(
     *,
     concurrency: int = 64,
     sample_timeout: float = 600.0,
-    deadline: float | None = None,
     check: Check | None = None,
     progress: Progress | None = None,
+    more: More | None = None,
     limits: Limits = LIMITS,
 ) -> Evaluation:
     """Ask every sample of `suite` under the pin that `proof` describes; write samples and metrics into `results`.
@@ -100,16 +101,16 @@ async def evaluate(
 
     Args:
         sample_timeout: seconds for one answer.
-        deadline: seconds for everything.
         check: called about every second; what it raises ends the evaluation, and is raised here.
         progress: called as often, with the samples done and their total.
+        more: called at the end; gives metrics that are added to the evaluation's own.
 
     Raises:
         DataError: the suite's rows or scorers are not usable, or the rows change meanwhile.
         UnavailableError: no engine answers any more.
         PinViolationError: an engine keeps answering under another pin.
-        BusyError: the deadline passed; its skip reason is `timeout`.
         IncompleteError: most samples of a dataset got no answer; samples and metrics are there all the same.
+        EvalSkip: a scorer ended the evaluation.
     """
     started = time.monotonic()
     asked = check_suite(suite)
@@ -118,10 +119,11 @@ async def evaluate(
         files = [stack.enter_context(SampleFile(results.dataset(one.dataset.name))) for one in asked]
         async with Engines(proof, sample_timeout=sample_timeout, limits=limits) as engines:
             run = _Run(asked, files, engines, proof, results, check, progress)
-            await _within(deadline, run.run(concurrency))
+            await _one_failure(run.run(concurrency))
     metrics = overall_metrics(proof.version, time.monotonic() - started)
     for one in asked:
         metrics |= dataset_metrics(one.dataset.name, one.samples, one.dataset.n_samples_per_eval_prompt)
+    metrics |= more() if more is not None else {}
     _publish(results, MetricsRecord(suite=str(suite.path), proof=proof, metrics=metrics))
     for one in asked:
         if too_many_failed(count(one.samples)):
@@ -140,22 +142,19 @@ def _publish(results: ResultPaths, record: MetricsRecord) -> None:
     fsync_dir(results.root.parent)
 
 
-async def _within(deadline: float | None, work: Awaitable[None]) -> None:
+async def _one_failure(work: Awaitable[None]) -> None:
     try:
-        async with asyncio.timeout(deadline) as scope:
-            await work
-    except TimeoutError:
-        if not scope.expired():
-            raise
-        raise BusyError(f"the evaluation did not end within {deadline:g} s", reason="timeout") from None
+        await work
     except BaseExceptionGroup as group:
         raise _first_failure(group) from None
 
 
 def _first_failure(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The failure to report of several that came together: an expected one rather than what it broke."""
+    """The failure to report of several that came together: a signal's, else an expected one, not what these broke."""
     leaves = list(_leaves(group))
-    return next((leaf for leaf in leaves if isinstance(leaf, EvalkitError)), leaves[0])
+    signals = [leaf for leaf in leaves if not isinstance(leaf, Exception)]
+    expected = [leaf for leaf in leaves if isinstance(leaf, EvalSkip | EvalkitError)]
+    return [*signals, *expected, *leaves][0]
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
@@ -235,7 +234,7 @@ class _Run:
     async def work(self, jobs: Iterator[_Job], group: asyncio.TaskGroup) -> None:
         for job in jobs:
             answer = await self.engines.ask(request_of(job.asked.dataset, job.row, job.sample, self.proof.served_model))
-            if job.asked.scorer.own and answer.error is None:
+            if job.asked.scorer.aside and answer.error is None:
                 await self.backlog.acquire()
                 group.create_task(self.score_aside(job, answer))
             else:

@@ -18,7 +18,7 @@ import pytest
 
 from evalkit.adapters.inference import LIMITS
 from evalkit.adapters.suite import load_suite
-from evalkit.ground.errors import BusyError, DataError, IncompleteError, PinViolationError, UnavailableError
+from evalkit.ground.errors import DataError, IncompleteError, PinViolationError, UnavailableError
 from evalkit.ground.layout import ResultPaths
 from evalkit.ground.schema import PinProof
 from evalkit.verbs import evaluate as module
@@ -395,11 +395,27 @@ def test_an_evaluation_that_mostly_failed_is_incomplete_but_leaves_its_samples(o
     assert json.loads(one.results.metrics.read_text())["metrics"]["eval/sums/n_failed"] == 20
 
 
-def test_the_deadline_ends_it(one: Bench) -> None:
+def test_more_metrics_are_in_the_file_and_in_the_answer(one: Bench) -> None:
+    found = one.run(one.suite(2), more=lambda: {"eval/lag_steps": 3, "eval/export_time_seconds": None})
+    assert found.metrics["eval/lag_steps"] == 3
+    assert json.loads(one.results.metrics.read_text())["metrics"] == found.metrics
+
+
+class EndedError(BaseException):
+    """As a signal's handler raises it."""
+
+
+def test_what_a_signal_raises_ends_it_and_frees_everything(one: Bench) -> None:
     one.fleet.faults(hang=True)
-    with pytest.raises(BusyError, match=r"did not end within 0\.3 s") as caught:
-        one.run(one.suite(10), deadline=0.3)
-    assert caught.value.skip_reason == "timeout"
+
+    def end() -> None:
+        if one.fleet.engines[0].log()["in_flight"]:
+            raise EndedError
+
+    with pytest.raises(EndedError):
+        one.run(one.suite(10), check=end)
+    one.fleet.engines[0].wait("in_flight", 0)
+    assert not one.results.metrics.exists()
 
 
 class SettledError(Exception):

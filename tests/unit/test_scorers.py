@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from evalkit.adapters import scoring
+from evalkit.adapters import scorers, scoring
 from evalkit.adapters.scorers import SCORERS, Scorer, as_score, find_scorer
 from evalkit.adapters.scoring import score_answer, score_in_thread
-from evalkit.ground.errors import DataError
+from evalkit.ground.errors import DataError, EvalSkip
 
 CASES = [
     ("exact", "42", "42", 1),
@@ -48,7 +48,7 @@ def test_a_score_is_a_number_or_none(value: object, score: float | None) -> None
 
 @pytest.mark.parametrize("value", ["x", [], float("nan"), float("inf"), object])
 def test_anything_else_is_no_score(value: object) -> None:
-    scorer = Scorer("own", lambda response, label, sample: value, own=True)  # type: ignore[arg-type,return-value]
+    scorer = Scorer("own", lambda response, label, sample: value, aside=True)  # type: ignore[arg-type,return-value]
     score, error = score_answer(scorer, "", None, {})
     assert score is None
     assert error is not None
@@ -59,7 +59,7 @@ def test_a_scorer_that_raises_gives_no_score_but_its_error() -> None:
     def fail(response: str, label: object, sample: dict[str, object]) -> float:
         return {"a": 1.0}[response]
 
-    assert score_answer(Scorer("own", fail, own=True), "b", None, {}) == (None, "KeyError: 'b'")
+    assert score_answer(Scorer("own", fail, aside=True), "b", None, {}) == (None, "KeyError: 'b'")
 
 
 @pytest.fixture
@@ -108,6 +108,41 @@ def test_a_scorer_that_never_returns_is_left_behind(monkeypatch: pytest.MonkeyPa
         assert asyncio.run(score_in_thread(stuck)) == (None, "the scorer did not return within 0.05 s")
     finally:
         release.set()
+
+
+def test_a_search_that_would_take_years_is_given_up_and_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scorers, "REGEX_TIMEOUT", 0.2)
+
+    async def score_and_look() -> tuple[scoring.Scored, int]:
+        scoring_it = asyncio.create_task(
+            score_in_thread(lambda: score_answer(SCORERS["regex"], "a" * 60 + "b", "(a|aa)+$", {}))
+        )
+        looks = 0
+        while not scoring_it.done():
+            await asyncio.sleep(0.01)
+            looks += 1
+        return await scoring_it, looks
+
+    assert SCORERS["regex"].aside
+    (score, error), looks = asyncio.run(score_and_look())
+    assert (score, error) == (None, "TimeoutError: the search for '(a|aa)+$' took more than 0.2 s")
+    assert looks > 3
+
+
+def skipping(response: str, label: object, sample: dict[str, object]) -> float:
+    raise EvalSkip("No judge", "it does not answer")
+
+
+def test_a_scorer_may_end_the_evaluation() -> None:
+    with pytest.raises(EvalSkip, match="it does not answer"):
+        asyncio.run(score_in_thread(lambda: score_answer(Scorer("own", skipping, aside=True), "", None, {})))
+
+
+def test_a_scorer_that_exits_gives_no_score() -> None:
+    def leave() -> scoring.Scored:
+        sys.exit(3)
+
+    assert asyncio.run(score_in_thread(leave)) == (None, "SystemExit: 3")
 
 
 def test_a_scorer_in_a_thread_gives_its_score() -> None:
