@@ -59,7 +59,7 @@ def remember(
     root: Path, *, snapshot_dir: Path | None = None, suite: Path | None = None, fleet: str | None = None
 ) -> RunRecord:
     """Record settings that the run does not have yet; what it has already stays."""
-    offered = {"snapshot_dir": _absolute(snapshot_dir), "suite": _absolute(suite), "fleet": fleet}
+    offered = {"snapshot_dir": _absolute(snapshot_dir), "suite": _absolute(suite), "fleet": _absolute_fleet(fleet)}
     record = open_run(root, create=True)
     if not _news(record, offered):
         return record
@@ -82,8 +82,12 @@ def _absolute(path: Path | None) -> str | None:
 
 
 def fleet_name(record: RunRecord | None, given: str | None) -> str:
-    """The fleet to use: the flag's, else the run's, else `eval`."""
-    return given or (record.fleet if record else None) or "eval"
+    """The fleet to use: the flag's, else the run's, else `eval`. With a slash it is an absolute path."""
+    return _absolute_fleet(given) or (record.fleet if record else None) or "eval"
+
+
+def _absolute_fleet(name: str | None) -> str | None:
+    return os.path.abspath(name) if name and "/" in name else name
 
 
 def snapshot_dir_of(record: RunRecord | None, given: Path | None) -> Path | None:

@@ -38,7 +38,6 @@ def fleet_paths(run_dir: Path, name: str | None, *, create: bool = False) -> Fle
         create: make the run if need be; the first fleet is recorded as the run's.
     """
     run = run_dir.absolute()
-    name = str(Path(name).absolute()) if name and "/" in name else name
     record = find_run(run)
     paths = RunPaths(run).fleet(fleet_name(record, name))
     if create:

@@ -8,19 +8,20 @@ import itertools
 import os
 import re
 import time
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from pathlib import Path
 
 from evalkit.adapters.engine import EngineState, connect, each
 from evalkit.adapters.fleet_launch import Progress
 from evalkit.adapters.suite import Suite, load_suite
-from evalkit.ground.errors import BusyError, UnavailableError, UsageError
+from evalkit.ground.errors import BusyError, EvalkitError, EvalSkip, UnavailableError, UsageError
 from evalkit.ground.layout import ResultPaths, RunPaths
 from evalkit.ground.result import Result
 from evalkit.ground.schema import FleetRecord, PinnedEngine, PinProof, RunRecord
 from evalkit.state.fleet import load_fleet
 from evalkit.state.fleet_queue import FleetHold, hold_fleet
-from evalkit.state.run import find_run, fleet_name
+from evalkit.state.run import find_run, fleet_name, remember
 from evalkit.verbs.evaluate import Evaluation, check_suite, evaluate
 from evalkit.verbs.pin import PinTarget, pin_engines, pin_target
 
@@ -58,6 +59,7 @@ def run(request: RunRequest, progress: Progress = lambda text: None) -> Result:
         PinViolationError: the engines hold other weights.
         IncompleteError: most samples of a dataset got no answer.
         BusyError: the fleet was not free in time, or the evaluation did not end in time.
+        EvalkitError: a scorer raised EvalSkip.
     """
     end = time.monotonic() + request.timeout
     record = find_run(request.run_dir)
@@ -70,7 +72,7 @@ def run(request: RunRequest, progress: Progress = lambda text: None) -> Result:
         if request.snapshot is not None:
             target = stack.enter_context(pin_target(request.run_dir, request.snapshot, request.snapshot_dir))
         hold = stack.enter_context(hold_fleet(fleet, timeout=request.timeout))
-        return asyncio.run(_pin_and_evaluate(hold, target, suite, results, request, end, progress))
+        return asyncio.run(_in_time(_pin_and_evaluate(hold, target, suite, results, request, progress), end, request))
 
 
 def _suite(request: RunRequest, record: RunRecord | None) -> Suite:
@@ -105,22 +107,30 @@ def _new_results(run: RunPaths, version: str) -> ResultPaths:
     return ResultPaths(directory)
 
 
+async def _in_time(work: Awaitable[Result], end: float, request: RunRequest) -> Result:
+    try:
+        async with asyncio.timeout(end - time.monotonic()) as scope:
+            return await work
+    except TimeoutError:
+        if not scope.expired():
+            raise
+        raise BusyError(
+            f"pin and evaluation did not end within {request.timeout:g} s", "give a longer --timeout"
+        ) from None
+    except EvalSkip as skip:
+        raise EvalkitError(f"a scorer ended the evaluation: {skip}", reason=skip.reason) from skip
+
+
 async def _pin_and_evaluate(
     hold: FleetHold,
     target: PinTarget | None,
     suite: Suite,
     results: ResultPaths | None,
     request: RunRequest,
-    end: float,
     progress: Progress,
 ) -> Result:
-    try:
-        async with asyncio.timeout(end - time.monotonic()) as scope:
-            proof = await _proof(hold, target, request.load_timeout, progress)
-    except TimeoutError:
-        if not scope.expired():
-            raise
-        raise BusyError(f"the fleet was not pinned within {request.timeout:g} s", "give a longer --timeout") from None
+    proof = await _proof(hold, target, request.load_timeout, progress)
+    remember(request.run_dir, snapshot_dir=request.snapshot_dir, suite=request.suite, fleet=request.fleet)
     results = results or _new_results(RunPaths(request.run_dir.absolute()), proof.version)
     evaluation = await evaluate(
         suite,
@@ -128,7 +138,6 @@ async def _pin_and_evaluate(
         results,
         concurrency=request.concurrency,
         sample_timeout=request.sample_timeout,
-        deadline=end - time.monotonic(),
         check=hold.check,
         progress=lambda done, total: progress(f"{done} of {total} samples"),
     )

@@ -19,7 +19,7 @@ from evalkit.ground.layout import MARKER
 from evalkit.ground.locks import is_held
 from evalkit.state.fleet import change_fleet, load_fleet
 from evalkit.state.fleet_queue import hold_fleet
-from evalkit.state.run import remember
+from evalkit.state.run import find_run, remember
 from tests.fakes import FakeFleet, fake_fleet, tiny_snapshot
 
 pytestmark = pytest.mark.script_launch_mode("inprocess")
@@ -220,7 +220,29 @@ def test_a_fleet_in_use_is_waited_for_until_the_time_is_up(place: Place) -> None
 def test_an_evaluation_that_takes_too_long_is_75(place: Place) -> None:
     place.run("step_40")
     place.fleet.faults(hang=True)
-    assert "did not end within" in place.run("step_40", "--timeout", "1s", code=75).stderr
+    assert "did not end within 1 s" in place.run("step_40", "--timeout", "1s", code=75).stderr
+
+
+def test_a_scorer_may_end_it(place: Place) -> None:
+    place.suite.write_text("eval: {datasets: [{name: sums, path: sums.jsonl, rm_type: run_judge:score}]}")
+    (place.root / "run_judge.py").write_text(
+        "from evalkit import EvalSkip\n\ndef score(response, label, sample):\n    raise EvalSkip('no_judge', 'gone')\n"
+    )
+    assert "a scorer ended the evaluation: no_judge: gone" in place.run("step_40", code=1).stderr
+
+
+def test_what_the_first_run_is_given_is_remembered(mortal: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = f"./{mortal.fleet.paths.directory.name}/{mortal.fleet.paths.name}"
+    monkeypatch.chdir(mortal.run_dir)
+    mortal.run("step_60", "--fleet", fleet, code=66)
+    assert find_run(mortal.run_dir) is None
+    mortal.run("step_40", "--fleet", fleet)
+    record = find_run(mortal.run_dir)
+    assert record is not None
+    recorded = (record.suite, record.snapshot_dir, record.fleet)
+    assert recorded == (str(mortal.suite), str(mortal.snapshots), str(mortal.fleet.paths.record.with_suffix("")))
+    monkeypatch.chdir(mortal.root)
+    mortal.run("step_50", suite=False)
 
 
 def test_a_fleet_that_was_taken_over_is_left_alone(place: Place) -> None:
