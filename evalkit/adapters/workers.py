@@ -36,14 +36,15 @@ def hand_over(paths: AttemptPaths, lock_fd: int, details: Mapping[str, Any]) -> 
         pid = _spawn(paths, lock_fd, write_fd, details, log)
     finally:
         os.close(write_fd)
+    acknowledged = False
     try:
-        if _acknowledged(read_fd, time.monotonic() + ACKNOWLEDGE):
-            return True
+        acknowledged = _acknowledged(read_fd, time.monotonic() + ACKNOWLEDGE)
     finally:
         os.close(read_fd)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return False
+        if not acknowledged:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    return acknowledged
 
 
 def _spawn(paths: AttemptPaths, lock_fd: int, ack_fd: int, details: Mapping[str, Any], log: Path) -> int:

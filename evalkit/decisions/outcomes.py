@@ -63,15 +63,15 @@ def landed(
     )
 
 
-def unreadable(step: int, attempt: int, now: float) -> Outcome:
-    """The outcome of an attempt whose owner is dead and whose record cannot be read."""
+def unreadable(step: int, attempt: int, reason: str, now: float) -> Outcome:
+    """A skip of an attempt whose record cannot be read."""
     return Outcome(
         step=step,
         attempt=attempt,
         incarnation=0,
         outcome="skipped",
-        reason="crashed",
-        detail="the owner died, and the record of the attempt is damaged",
+        reason=reason,
+        detail="the record of the attempt is damaged",
         admitted_at=now,
         settled_at=now,
     )

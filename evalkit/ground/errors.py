@@ -6,6 +6,7 @@ worker settles its point as a skip with `skip_reason`. Anything else that is rai
 
 from __future__ import annotations
 
+import errno
 import re
 from typing import ClassVar
 
@@ -20,8 +21,6 @@ REASONS = (
     "crashed",
     "timeout",
     "cancelled",
-    "preempted",
-    "submit_failed",
     "superseded",
 )
 
@@ -115,6 +114,11 @@ class BusyError(EvalkitError):
     code = 75
     kind = "busy"
     default_reason = "busy"
+
+
+def is_full(error: OSError) -> bool:
+    """Whether a write failed for want of room: the disk, a quota, or a limit on the size of a file."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class EvalSkip(Exception):  # noqa: N818  (a skip is an outcome, not an error)

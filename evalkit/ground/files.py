@@ -30,16 +30,21 @@ def write_atomic(path: Path, data: bytes, *, mode: int = 0o666) -> None:
 def write_temporary(directory: Path, data: bytes, *, mode: int = 0o666) -> Path:
     """Write `data` to a new hidden file in `directory`, fsynced; the umask applies to `mode`."""
     path = directory / f".tmp-{new_id()}"
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        write_durable(path, data, mode=mode)
     except BaseException:
         path.unlink(missing_ok=True)
         raise
     return path
+
+
+def write_durable(path: Path, data: bytes, *, mode: int = 0o666) -> None:
+    """Write `data` to `path`, which must not exist yet, and fsync it."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def publish_by_link(source: Path, target: Path) -> bool:

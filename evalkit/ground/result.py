@@ -15,8 +15,10 @@ class Result:
         data: the answer as a JSON-ready mapping; `--json` prints it under `result`.
         lines: what stdout shows otherwise, a line each.
         code: the exit code; not 0 only where the verb's help documents it.
+        notes: what a person should know beside the answer, a line each; goes to stderr.
     """
 
     data: Mapping[str, Any]
     lines: Sequence[str] = field(default=())
     code: int = 0
+    notes: Sequence[str] = field(default=())

@@ -12,7 +12,7 @@ import msgspec
 
 from evalkit.ground import locks
 from evalkit.ground.errors import DataError
-from evalkit.ground.files import read_struct
+from evalkit.ground.files import read_struct, write_durable
 from evalkit.ground.ids import new_id
 from evalkit.ground.layout import AttemptPaths, ResultPaths, RunPaths
 from evalkit.ground.locks import try_lock
@@ -57,8 +57,8 @@ def prepare(run: RunPaths, record: ActiveRecord, reserve: Outcome) -> Prepared:
     lock_fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         try_lock(lock_fd)
-        (directory / "record").write_bytes(msgspec.json.encode(record))
-        (directory / "reserve").write_bytes(msgspec.json.encode(reserve))
+        write_durable(directory / "record", msgspec.json.encode(record))
+        write_durable(directory / "reserve", msgspec.json.encode(reserve))
     except BaseException:
         Prepared(directory, lock_fd, record).discard()
         raise
@@ -68,7 +68,7 @@ def prepare(run: RunPaths, record: ActiveRecord, reserve: Outcome) -> Prepared:
 def note(paths: AttemptPaths, record: ActiveRecord) -> None:
     """Under the ledger lock: the record alone, of an attempt that is settled in the same breath."""
     temporary = paths.run.active / f"{_PREPARING}{new_id()}"
-    temporary.write_bytes(msgspec.json.encode(record))
+    write_durable(temporary, msgspec.json.encode(record))
     temporary.rename(paths.record)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from evalkit.ground.errors import UnavailableError
+from evalkit.ground.errors import DataError, UnavailableError
 from evalkit.ground.files import read_struct, write_struct
 from evalkit.ground.layout import FleetPaths
 from evalkit.ground.locks import locked
@@ -14,9 +14,16 @@ RECORD_TIMEOUT = 30.0  # seconds; the record lock is held for one read and one w
 
 
 def load_fleet(paths: FleetPaths) -> FleetRecord:
-    """Raises UnavailableError when there is no such fleet."""
+    """Read the record.
+
+    Raises:
+        UnavailableError: there is no such fleet.
+        DataError: its record is damaged.
+    """
     try:
         return read_struct(paths.record, FleetRecord, "fleet record")
+    except DataError as error:
+        raise DataError(error.message, "end it with evalkit fleet down, and start it anew", "unhealthy") from error
     except FileNotFoundError:
         raise UnavailableError(
             f"there is no fleet {paths.name} ({paths.record})", "start one with evalkit fleet up"

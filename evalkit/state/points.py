@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 from pathlib import Path
 
 import msgspec
 
-from evalkit.ground.errors import DataError
-from evalkit.ground.files import fsync_dir, publish_by_link, read_struct
+from evalkit.ground.errors import DataError, is_full
+from evalkit.ground.files import fsync_dir, publish_by_link, read_struct, write_durable
 from evalkit.ground.ids import new_id
 from evalkit.ground.layout import AttemptPaths, RunPaths
 from evalkit.ground.schema import Outcome
 
 _OUTCOME = re.compile(r"([0-9]+)\.json")
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def outcomes_at(run: RunPaths, step: int) -> list[Outcome]:
@@ -63,7 +61,7 @@ def settle(paths: AttemptPaths, outcome: Outcome) -> bool:
         # Somebody swept the temporary file away: only after an outcome was there.
         return False
     except OSError as error:
-        if error.errno not in _FULL:
+        if not is_full(error):
             raise
         return _settle_by_reserve(paths)
     finally:
@@ -71,11 +69,7 @@ def settle(paths: AttemptPaths, outcome: Outcome) -> bool:
 
 
 def _write(path: Path, outcome: Outcome) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    with os.fdopen(fd, "wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(outcome), indent=1) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    write_durable(path, msgspec.json.format(msgspec.json.encode(outcome), indent=1) + b"\n")
 
 
 def _settle_by_reserve(paths: AttemptPaths) -> bool:

@@ -22,7 +22,7 @@ from evalkit.state.incarnations import begin_incarnation, known_incarnations
 from evalkit.state.retirement import read_export_id
 from evalkit.state.snapshot import open_snapshot
 from evalkit.verbs.due import Due
-from evalkit.verbs.settling import Ended, Look, end_owner, ledger, settle_for_owner, settle_skip
+from evalkit.verbs.settling import Ended, Look, end_owner, ledger, no_outcome, settle_for_owner, settle_skip
 
 POLL = 0.5  # seconds between looks while backpressure holds
 
@@ -63,7 +63,7 @@ class Admission:
         prepared: the attempt, its lock held by this process; None unless it came into flight.
         outcome: of an attempt that was settled at once.
         attempt: the one that is in flight or landed already.
-        replaced: superseded attempts whose owners may not have let go yet.
+        replaced: settled attempts at the same step whose owners have not let go of its snapshot yet.
     """
 
     action: Action
@@ -91,7 +91,9 @@ def admit(bid: Bid) -> Admission:
 def _try_admit(bid: Bid, look: Look, *, out_of_time: bool) -> Admission:
     incarnation = _incarnation(bid)
     decision = _decide(bid, incarnation, look, out_of_time=out_of_time)
-    replaced = tuple(_supersede(bid.run, old, look) for old in decision.superseded)
+    for old in decision.superseded:
+        _supersede(bid.run, old, look)
+    replaced = tuple(paths for paths in look.ending if paths.step == bid.due.step)
     if decision.action == "admit":
         trouble = _trouble(bid)
     elif decision.action == "busy":
@@ -149,14 +151,12 @@ def _exported_digest(record: ActiveRecord) -> str | None:
         return None
 
 
-def _supersede(run: RunPaths, old: LiveAttempt, look: Look) -> AttemptPaths:
+def _supersede(run: RunPaths, old: LiveAttempt, look: Look) -> None:
     paths = run.attempt(old.step, old.attempt)
-    record = attempts.read_record(paths)
-    if record is not None:
-        settle_for_owner(look, paths, record, "superseded", "the trainer came to this step again")
-        end_owner(paths, record, signal.SIGTERM)
+    settle_for_owner(look, paths, "superseded", "the trainer came to this step again")
+    end_owner(paths, signal.SIGTERM)
     look.live.remove(old)
-    return paths
+    look.ending.append(paths)
 
 
 def _full(bid: Bid, look: Look) -> str:
@@ -197,12 +197,17 @@ def _record(bid: Bid, incarnation: int) -> ActiveRecord:
     )
 
 
-def _settle_at_once(run: RunPaths, record: ActiveRecord, trouble: EvalkitError, look: Look) -> Outcome | None:
-    """An attempt that ends where it begins. Its record stands without a lock until its row is written."""
+def _settle_at_once(run: RunPaths, record: ActiveRecord, trouble: EvalkitError, look: Look) -> Outcome:
+    """An attempt that ends where it begins. Its record stands without a lock until its row is written.
+
+    Raises:
+        StorageError: the disk has no room for the outcome.
+    """
     paths = run.attempt(record.step, record.attempt)
     attempts.note(paths, record)
     settle_skip(paths, record, trouble.skip_reason, str(trouble))
     outcome = points.read_outcome(paths.outcome)
-    if outcome is not None:
-        look.ended.append(Ended(paths, outcome, None, record))
+    if outcome is None:
+        raise no_outcome(paths)
+    look.ended.append(Ended(paths, outcome, None, record))
     return outcome

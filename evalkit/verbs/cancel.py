@@ -11,42 +11,36 @@ from evalkit.ground.layout import AttemptPaths, RunPaths
 from evalkit.ground.result import Result
 from evalkit.state import attempts
 from evalkit.state.run import open_run
-from evalkit.verbs.settling import LET_GO, Look, end_owner, ledger, mend, settle_for_owner
+from evalkit.verbs.settling import LET_GO, end_owner, ledger, mend, settle_for_owner
 
 
 def cancel(run_dir: Path, step: int) -> Result:
     """Settle the step's attempts in flight as `cancelled`, end their workers, and wait until these are gone.
 
+    An attempt that is still being exported belongs to the trainer's own command, which is left alone: it stops when
+    the export is done.
+
     Raises:
-        BusyError: an owner has not let go in time; the attempt is settled all the same.
+        BusyError: a worker has not let go in time; the attempt is settled all the same.
     """
     open_run(run_dir, create=False)
     run = RunPaths(run_dir)
     with ledger(run) as look:
         cancelled = [run.attempt(live.step, live.attempt) for live in look.live if live.step == step]
         for paths in cancelled:
-            _end(look, paths)
-    _wait_for_owners(cancelled)
+            settle_for_owner(look, paths, "cancelled", "by evalkit cancel")
+        signalled = [paths for paths in cancelled if end_owner(paths, signal.SIGTERM)]
+    _wait_for_workers(signalled)
     mend(run)
     names = [paths.name for paths in cancelled]
     lines = [f"step_{paths.step} attempt {paths.attempt} cancelled" for paths in cancelled]
     return Result({"step": step, "cancelled": names}, lines or [f"nothing in flight at step {step}"])
 
 
-def _end(look: Look, paths: AttemptPaths) -> None:
-    record = attempts.read_record(paths)
-    if record is None:
-        return
-    settle_for_owner(look, paths, record, "cancelled", "by evalkit cancel")
-    if attempts.read_worker(paths) is not None:
-        # Before hand-over the owner is the trainer's own dispatch: it finds the outcome by itself.
-        end_owner(paths, record, signal.SIGTERM)
-
-
-def _wait_for_owners(cancelled: list[AttemptPaths]) -> None:
+def _wait_for_workers(cancelled: list[AttemptPaths]) -> None:
     deadline = time.monotonic() + LET_GO
     for paths in cancelled:
         while attempts.is_held(paths):
             if time.monotonic() >= deadline:
-                raise BusyError(f"{paths.name} is cancelled, but its owner still runs", "see evalkit status")
+                raise BusyError(f"{paths.name} is cancelled, but its worker still runs", "see evalkit status")
             time.sleep(0.05)

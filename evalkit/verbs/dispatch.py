@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from evalkit.adapters.workers import hand_over
-from evalkit.ground.errors import BusyError, EvalkitError, StorageError, UsageError
-from evalkit.ground.layout import AttemptPaths, RunPaths
+from evalkit.decisions import reasons
+from evalkit.ground.errors import BusyError, EvalkitError, UsageError
+from evalkit.ground.layout import AttemptPaths, ResultPaths, RunPaths
 from evalkit.ground.result import Result
-from evalkit.ground.schema import Outcome
+from evalkit.ground.schema import ActiveRecord, Outcome
 from evalkit.state import attempts, points
 from evalkit.state.run import find_run, fleet_name, remember, snapshot_dir_of
 from evalkit.verbs.admitting import Admission, Bid, admit
 from evalkit.verbs.due import Due, find_due
 from evalkit.verbs.exporting import digest_of_due, export_due
-from evalkit.verbs.settling import Ended, finish, settle_skip
+from evalkit.verbs.settling import Ended, no_outcome, settle_skip, try_finish
 
 REPLACED_LETS_GO = 20.0  # seconds that a superseded worker gets to stop using its snapshot
+
+Details = dict[str, Any]  # what an export found out: digest, export_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +66,13 @@ def dispatch(request: DispatchRequest) -> Result:
         UsageError: settings that contradict each other or are missing.
     """
     _validate(request)
-    if request.step is not None and not request.final and request.step % request.every:
-        return _answer(request, "not_due", request.step, detail=f"{request.step} is no multiple of {request.every}")
+    if request.step is not None and _is_no_point(request, request.step):
+        return _not_due(request, request.step)
     bid = _bid(request)
     if bid is None:
         return _answer(request, "nothing", detail="no complete snapshot is without a point")
+    if _is_no_point(request, bid.due.step):
+        return _not_due(request, bid.due.step)
     admission = admit(bid)
     if admission.prepared is not None:
         return _carry_out(request, bid, admission.prepared, admission.replaced)
@@ -83,13 +89,24 @@ def _validate(request: DispatchRequest) -> None:
         raise UsageError("--baseline and --from exclude each other", "a baseline is evaluated where it is")
 
 
+def _is_no_point(request: DispatchRequest, step: int) -> bool:
+    return bool(step % request.every) and not request.final
+
+
+def _not_due(request: DispatchRequest, step: int) -> Result:
+    return _answer(request, "not_due", step, detail=f"{step} is no multiple of {request.every}")
+
+
 def _bid(request: DispatchRequest) -> Bid | None:
     """The request with everything that the run's record and the disk add to it; None when nothing is due."""
     run, record = RunPaths(request.run_dir), find_run(request.run_dir)
-    suite = str(request.suite.absolute()) if request.suite else record.suite if record else None
+    suite = os.path.abspath(request.suite) if request.suite else record.suite if record else None
     if suite is None:
         raise UsageError("no suite is known", "give --suite or set EVALKIT_SUITE")
-    due = find_due(run, snapshot_dir_of(record, request.snapshot_dir), request.step, request.source, request.baseline)
+    fleet = fleet_name(record, request.fleet)
+    run.fleet(fleet)
+    snapshot_dir, every = snapshot_dir_of(record, request.snapshot_dir), 1 if request.final else request.every
+    due = find_due(run, snapshot_dir, request.step, request.source, request.baseline, every)
     if due is None:
         return None
     if record is None or record.suite != suite:
@@ -107,7 +124,7 @@ def _bid(request: DispatchRequest) -> Bid | None:
         timeout=request.timeout,
         keep=request.keep,
         suite=suite,
-        fleet=fleet_name(record, request.fleet),
+        fleet=fleet,
         settings=request.settings,
     )
 
@@ -133,17 +150,9 @@ def _carry_out(
     record = prepared.record
     paths = bid.run.attempt(record.step, record.attempt)
     try:
-        _wait_for_release(replaced)
-        details = export_due(bid.run, bid.due, request.export, record) if bid.due.source else {}
-        if not paths.outcome.exists():
-            if hand_over(paths, prepared.lock_fd, details):
-                os.close(prepared.lock_fd)
-                return _answer(request, "dispatched", record.step, record.attempt, snapshot=record.snapshot)
-            settle_skip(paths, record, "crashed", f"its worker did not start; see {paths.results / 'log'}")
-    except EvalkitError as error:
-        settle_skip(paths, record, error.skip_reason, str(error))
-    except OSError as error:
-        settle_skip(paths, record, "export_failed", str(error))
+        details = _export(request, bid, record, replaced)
+        if not paths.outcome.exists() and _hand_over(paths, prepared, details):
+            return _answer(request, "dispatched", record.step, record.attempt, snapshot=record.snapshot)
     except (KeyboardInterrupt, SystemExit):
         settle_skip(paths, record, "cancelled", "the dispatching command was interrupted")
         _finish_own(paths, prepared)
@@ -151,11 +160,40 @@ def _carry_out(
     return _outcome_answer(request, _finish_own(paths, prepared))
 
 
+def _export(request: DispatchRequest, bid: Bid, record: ActiveRecord, replaced: Sequence[AttemptPaths]) -> Details:
+    """Make the attempt's snapshot, or settle the attempt; what the worker should know of it."""
+    paths = bid.run.attempt(record.step, record.attempt)
+    try:
+        _wait_for_release(replaced)
+        return export_due(bid.run, bid.due, request.export, record) if bid.due.source else {}
+    except (EvalkitError, OSError) as error:
+        settle_skip(paths, record, reasons.of_export(error), str(error))
+    except Exception as error:  # noqa: BLE001  (a bug: the trainer goes on, and the traceback stands with the results)
+        log = ResultPaths(paths.results).log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(traceback.format_exc())
+        settle_skip(paths, record, "export_failed", f"{type(error).__name__}: {error}; see {log}")
+    return {}
+
+
+def _hand_over(paths: AttemptPaths, prepared: attempts.Prepared, details: Details) -> bool:
+    """Give the attempt to a worker, or settle it; whether the worker has it."""
+    try:
+        if hand_over(paths, prepared.lock_fd, details):
+            os.close(prepared.lock_fd)
+            return True
+        settle_skip(paths, prepared.record, "crashed", f"its worker did not start; see {paths.results / 'log'}")
+    except OSError as error:
+        reason = reasons.of_storage(error, "crashed")
+        settle_skip(paths, prepared.record, reason, f"its worker could not be started: {error}")
+    return False
+
+
 def _finish_own(paths: AttemptPaths, prepared: attempts.Prepared) -> Outcome:
     outcome = points.read_outcome(paths.outcome)
     if outcome is None:
-        raise StorageError(f"the outcome of {paths.name} could not be written to {paths.outcome}", "free some space")
-    finish(Ended(paths, outcome, prepared.lock_fd, prepared.record))
+        raise no_outcome(paths)
+    try_finish(Ended(paths, outcome, prepared.lock_fd, prepared.record))
     return outcome
 
 

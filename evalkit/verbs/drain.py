@@ -16,6 +16,7 @@ from evalkit.state.run import open_run
 from evalkit.verbs.settling import mend
 
 POLL = 0.2  # seconds between looks
+MEND = 1.0  # seconds that a look at the ledger may take at least, whatever the deadline
 ENDING = 10.0  # seconds that a settled attempt's owner is waited for
 
 
@@ -29,16 +30,16 @@ def drain(run_dir: Path, timeout: float, *, fail_on_skip: bool = False) -> Resul
     run = RunPaths(run_dir)
     deadline = time.monotonic() + timeout
     begun_with = {paths.name for paths in attempts.list_attempts(run)}
-    left = _still_there(run, begun_with)
+    left = _still_there(run, begun_with, deadline)
     while left and time.monotonic() < deadline:
         time.sleep(POLL)
-        left = _still_there(run, begun_with)
+        left = _still_there(run, begun_with, deadline)
     return _report(run, left, fail_on_skip=fail_on_skip)
 
 
-def _still_there(run: RunPaths, names: set[str]) -> list[str]:
+def _still_there(run: RunPaths, names: set[str], deadline: float) -> list[str]:
     """Which of `names` are not settled, or have an owner that has not let go yet but may still do so."""
-    mend(run)
+    mend(run, max(deadline - time.monotonic(), MEND))
     return sorted(paths.name for paths in attempts.list_attempts(run) if paths.name in names and not _is_over(paths))
 
 

@@ -9,7 +9,7 @@ from evalkit.ground.errors import EvalkitError, UsageError
 from evalkit.ground.layout import RunPaths, SnapshotPaths, step_of
 from evalkit.state import attempts
 from evalkit.state.snapshot import Snapshot, list_snapshots, open_snapshot
-from evalkit.verbs.retiring import is_settled
+from evalkit.verbs.snapshot_users import is_settled
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,12 @@ class Due:
 
 
 def find_due(
-    run: RunPaths, snapshot_dir: Path | None, step: int | None, source: Path | None, baseline: Path | None
+    run: RunPaths, snapshot_dir: Path | None, step: int | None, source: Path | None, baseline: Path | None, every: int
 ) -> Due | None:
     """What to dispatch; None when nothing was named and no complete snapshot is without a point.
+
+    Args:
+        every: where nothing was named, only multiples of it are points.
 
     Raises:
         UsageError: no SNAPSHOT_DIR where one is needed, or a source whose step cannot be told.
@@ -46,7 +49,7 @@ def find_due(
         return _from_source(snapshot_dir, step, source.absolute())
     if step is not None:
         return _checked(Due(step, SnapshotPaths(snapshot_dir).snapshot(step), snapshot_dir=snapshot_dir))
-    return _newest_without_point(run, snapshot_dir)
+    return _newest_without_point(run, snapshot_dir, every)
 
 
 def _checked(due: Due, *, need_marker: bool = True) -> Due:
@@ -68,9 +71,10 @@ def _from_source(snapshot_dir: Path, step: int | None, source: Path) -> Due:
     return Due(step, snapshot, source=source, snapshot_dir=snapshot_dir)
 
 
-def _newest_without_point(run: RunPaths, snapshot_dir: Path) -> Due | None:
+def _newest_without_point(run: RunPaths, snapshot_dir: Path, every: int) -> Due | None:
     named = {paths.step for paths in attempts.list_attempts(run)}
-    waiting = [s for s in list_snapshots(snapshot_dir) if s.complete and s.step not in named and not is_settled(run, s)]
+    due = [s for s in list_snapshots(snapshot_dir) if s.complete and s.step is not None and s.step % every == 0]
+    waiting = [s for s in due if s.step not in named and not is_settled(run, s)]
     if not waiting:
         return None
     newest = max(waiting, key=_rank)

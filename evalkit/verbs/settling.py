@@ -5,16 +5,16 @@ worker does last. Every step can be done again by whoever comes next.
 from __future__ import annotations
 
 import os
+import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from evalkit.decisions import outcomes
 from evalkit.decisions.admission import LiveAttempt
-from evalkit.ground.errors import BusyError
+from evalkit.ground.errors import EvalkitError, StorageError
 from evalkit.ground.layout import AttemptPaths, RunPaths
 from evalkit.ground.locks import locked
 from evalkit.ground.processes import kill, this_process
@@ -74,23 +74,37 @@ def ledger(run: RunPaths, timeout: float = LOCK_TIMEOUT) -> Iterator[Look]:
                 _inspect(paths, look)
             yield look
     finally:
-        for ended in look.ended:
-            _or_later(look, ended.outcome, partial(finish, ended))
-        for outcome in look.settled:
-            _or_later(look, outcome, partial(append_row, run, outcome))
+        problems = [try_finish(ended) for ended in look.ended] + [_try_row(run, outcome) for outcome in look.settled]
+        look.unfinished += [problem for problem in problems if problem]
 
 
-def _or_later(look: Look, outcome: Outcome, action: Callable[[], None]) -> None:
-    """Act, or leave it for the next command: the outcome is safe, and a trainer must not fail of this."""
+def try_finish(ended: Ended) -> str | None:
+    """Finish, or leave it for the next command: the outcome is safe, and a trainer must not fail of this.
+
+    Returns what kept it from being finished.
+    """
     try:
-        action()
-    except (OSError, BusyError) as error:
-        look.unfinished.append(f"{outcome.step}.{outcome.attempt}: {error}")
+        finish(ended)
+    except (OSError, EvalkitError) as error:
+        return f"{ended.paths.name} is settled, but not finished: {error}"
+    return None
 
 
-def mend(run: RunPaths) -> Look:
-    """Settle and finish whatever is dead or past its deadline."""
-    with ledger(run) as look:
+def _try_row(run: RunPaths, outcome: Outcome) -> str | None:
+    try:
+        append_row(run, outcome)
+    except (OSError, EvalkitError) as error:
+        return f"{outcome.step}.{outcome.attempt} has no row yet: {error}"
+    return None
+
+
+def mend(run: RunPaths, timeout: float = LOCK_TIMEOUT) -> Look:
+    """Settle and finish whatever is dead or past its deadline.
+
+    Raises:
+        BusyError: the ledger was not free in time.
+    """
+    with ledger(run, timeout) as look:
         pass
     return look
 
@@ -125,23 +139,31 @@ def _inspect_held(paths: AttemptPaths, record: ActiveRecord | None, look: Look) 
     look.ending.append(paths)
     if outcome is None and record is not None:
         detail = f"not settled {now - record.admitted_at:.0f} s after its admission"
-        settle_for_owner(look, paths, record, "timeout", detail)
-        end_owner(paths, record)
-    elif outcome is not None and now > outcome.settled_at + LET_GO:
-        end_owner(paths, record)
+        settle_for_owner(look, paths, "timeout", detail)
+        end_owner(paths)
+    elif outcome is not None:
+        if now > outcome.settled_at + GRACE:
+            look.settled.append(outcome)
+        if now > outcome.settled_at + LET_GO:
+            end_owner(paths)
 
 
 def _settle_dead(paths: AttemptPaths, record: ActiveRecord | None) -> Outcome:
     outcome = points.read_outcome(paths.outcome)
     if outcome is None:
         if record is None:
-            points.settle(paths, outcomes.unreadable(paths.step, paths.attempt, time.time()))
+            points.settle(paths, outcomes.unreadable(paths.step, paths.attempt, "crashed", time.time()))
         else:
             settle_skip(paths, record, "crashed", _last_words(paths))
         outcome = points.read_outcome(paths.outcome)
     if outcome is None:
-        raise OSError(f"the outcome of {paths.name} could not be written")
+        raise no_outcome(paths)
     return outcome
+
+
+def no_outcome(paths: AttemptPaths) -> StorageError:
+    """The error to raise when not even the reserve could be linked."""
+    return StorageError(f"the outcome of {paths.name} could not be written to {paths.outcome}", "free some space")
 
 
 def _last_words(paths: AttemptPaths) -> str:
@@ -166,18 +188,26 @@ def settle_skip(
     return points.settle(paths, outcome)
 
 
-def settle_for_owner(look: Look, paths: AttemptPaths, record: ActiveRecord, reason: str, detail: str) -> None:
+def settle_for_owner(look: Look, paths: AttemptPaths, reason: str, detail: str) -> None:
     """Under the ledger lock: publish a skip for an attempt that another process still holds."""
-    settle_skip(paths, record, reason, detail)
+    record = attempts.read_record(paths)
+    if record is None:
+        points.settle(paths, outcomes.unreadable(paths.step, paths.attempt, reason, time.time()))
+    else:
+        settle_skip(paths, record, reason, detail)
     outcome = points.read_outcome(paths.outcome)
     if outcome is not None:
         look.settled.append(outcome)
 
 
-def end_owner(paths: AttemptPaths, record: ActiveRecord | None, signum: int = 9) -> bool:
-    """Signal the process that still holds a settled attempt, if it is certain which one that is."""
-    owner = attempts.read_worker(paths) or (record.admitted_by if record else None)
-    return owner is not None and owner.pid != os.getpid() and kill(owner, signum)
+def end_owner(paths: AttemptPaths, signum: int = signal.SIGKILL) -> bool:
+    """Signal the worker that still holds a settled attempt, if it is certain which process that is.
+
+    Before hand-over the owner is the trainer's own command, or the trainer itself: it is never signalled, and finds
+    the outcome when its export is done.
+    """
+    worker = attempts.read_worker(paths)
+    return worker is not None and worker.pid != os.getpid() and kill(worker, signum)
 
 
 def finish(ended: Ended) -> None:

@@ -26,7 +26,7 @@ def status(run_dir: Path, *, show_all: bool = False) -> Result:
     """What is known of the run, after mending what is dead."""
     record = open_run(run_dir, create=False)
     run = RunPaths(run_dir)
-    mend(run)
+    unfinished = mend(run).unfinished
     rows, _ = read_rows(run)
     in_flight = [_flight(paths) for paths in attempts.list_attempts(run)]
     data = {
@@ -36,7 +36,7 @@ def status(run_dir: Path, *, show_all: bool = False) -> Result:
         "fleet": _fleet(run, fleet_name(record, None)),
         "snapshots": _disk(snapshot_dir_of(record, None)),
     }
-    return Result(data, _lines(data, None if show_all else SHOWN))
+    return Result(data, _lines(data, None if show_all else SHOWN), notes=unfinished)
 
 
 def _point(row: MetricsRow) -> dict[str, Any]:

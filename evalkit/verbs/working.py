@@ -14,9 +14,9 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
-from evalkit.adapters.suite import load_suite
-from evalkit.decisions import outcomes
-from evalkit.ground.errors import EvalkitError, EvalSkip
+from evalkit.adapters.suite import Suite, load_suite
+from evalkit.decisions import outcomes, reasons
+from evalkit.ground.errors import DataError, EvalkitError, EvalSkip
 from evalkit.ground.layout import AttemptPaths, ResultPaths
 from evalkit.ground.processes import this_process
 from evalkit.ground.schema import ActiveRecord, Outcome, PinProof
@@ -31,6 +31,10 @@ from evalkit.verbs.settling import Ended, finish, settle_skip
 LOOK_EVERY = 2.0  # seconds between looks whether somebody else has settled the attempt
 T = TypeVar("T")
 log = logging.getLogger("evalkit.worker")
+
+
+class Terminated(BaseException):
+    """SIGTERM."""
 
 
 class SettledByOthersError(Exception):
@@ -48,6 +52,8 @@ def work(paths: AttemptPaths, lock_fd: int, order: Mapping[str, Any]) -> None:
         _settle(paths, record, order)
     except SettledByOthersError:
         log.info("settled by others: stopping")
+    except Terminated:
+        settle_skip(paths, record, "cancelled", "its worker was terminated")
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     outcome = points.read_outcome(paths.outcome)
     if outcome is not None:
@@ -56,7 +62,8 @@ def work(paths: AttemptPaths, lock_fd: int, order: Mapping[str, Any]) -> None:
 
 
 def _terminated(signum: int, frame: object) -> NoReturn:
-    raise EvalSkip("cancelled", "its worker was terminated")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise Terminated
 
 
 def _settle(paths: AttemptPaths, record: ActiveRecord, order: Mapping[str, Any]) -> None:
@@ -75,17 +82,11 @@ def _settle(paths: AttemptPaths, record: ActiveRecord, order: Mapping[str, Any])
         raise
     except OSError as error:
         log.exception("the file system or the network failed")
-        settle_skip(paths, record, _reason_of(error), str(error))
+        settle_skip(paths, record, reasons.of_storage(error, "crashed"), str(error))
     except Exception as error:
         # A bug, here or in a plug-in: the point still gets its outcome, and the traceback is in the log.
         log.exception("unexpected")
         settle_skip(paths, record, "crashed", f"{type(error).__name__}: {error}; see {paths.results / 'log'}")
-
-
-def _reason_of(error: OSError) -> str:
-    import errno
-
-    return "no_space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "crashed"
 
 
 @contextlib.contextmanager
@@ -107,8 +108,8 @@ def _evaluate_point(paths: AttemptPaths, record: ActiveRecord, order: Mapping[st
         if paths.outcome.exists():
             raise SettledByOthersError
 
-    suite = load_suite(Path(record.suite))
-    target = _target(paths, record)
+    suite = _suite(record)
+    target = _target(paths, record, order)
     with hold_fleet(
         paths.run.fleet(record.fleet),
         timeout=max(record.deadline - time.time(), 0.0),
@@ -120,18 +121,24 @@ def _evaluate_point(paths: AttemptPaths, record: ActiveRecord, order: Mapping[st
     return _landed(paths, record, order, proof, metrics)
 
 
-def _target(paths: AttemptPaths, record: ActiveRecord) -> PinTarget:
+def _suite(record: ActiveRecord) -> Suite:
+    try:
+        return load_suite(Path(record.suite))
+    except EvalkitError as error:
+        raise EvalSkip("incomplete", str(error)) from error
+
+
+def _target(paths: AttemptPaths, record: ActiveRecord, order: Mapping[str, Any]) -> PinTarget:
+    """What to pin: the very weights that the attempt was admitted for."""
     snapshot = open_snapshot(Path(record.snapshot), need_marker=record.snapshot_dir is not None)
-    return PinTarget(
-        path=snapshot.path,
-        version=str(record.step),
-        digest=known_digest(paths.run, snapshot),
-        export_id=snapshot.export_id,
-    )
+    digest = known_digest(paths.run, snapshot)
+    if digest != (order.get("digest") or record.source_digest or digest):
+        raise DataError(f"{snapshot.path} has other weights than when {paths.name} was admitted")
+    return PinTarget(path=snapshot.path, version=str(record.step), digest=digest, export_id=snapshot.export_id)
 
 
 async def _pin_and_evaluate(
-    hold: FleetHold, target: PinTarget, suite: Any, paths: AttemptPaths, record: ActiveRecord
+    hold: FleetHold, target: PinTarget, suite: Suite, paths: AttemptPaths, record: ActiveRecord
 ) -> tuple[PinProof, dict[str, float | int | None]]:
     settings = record.settings
     proof = await pin_engines(hold, target, load_timeout=settings.get("load_timeout", 600.0))

@@ -176,23 +176,103 @@ def test_a_baseline_needs_no_marker_and_is_never_deleted(run: Run, fleet: FakeFl
     assert not (base / ".complete").exists()
 
 
-@pytest.mark.parametrize("case", ["absent", "no marker", "no source", "bad source"])
+@pytest.mark.parametrize("case", ["absent", "no marker", "no source"])
 def test_a_missing_checkpoint_is_a_recorded_skip(run: Run, fleet: FakeFleet, case: str) -> None:
     tiny_snapshot(run.snapshot_dir / "step_41")
-    bad = run.root / "bad"
-    bad.mkdir()
-    (bad / "config.json").write_text("{}")
     words = {
         "absent": ("--step", 40),
         "no marker": ("--step", 41),
         "no source": ("--step", 42, "--from", run.root / "gone"),
-        "bad source": ("--step", 43, "--from", bad),
     }[case]
     answer = run.dispatch(*words)
     assert (answer["state"], answer["reason"]) == ("skipped", "ckpt_missing")
     assert answer["detail"]
     assert run.leftovers() == []
     assert run.dispatch(*words, "--ci-test", code=1)["reason"] == "ckpt_missing"
+
+
+def test_a_damaged_source_is_a_failed_export(run: Run, fleet: FakeFleet) -> None:
+    (run.root / "bad").mkdir()
+    (run.root / "bad" / "config.json").write_text("{}")
+    answer = run.dispatch("--step", 43, "--from", run.root / "bad")
+    assert (answer["state"], answer["reason"]) == ("skipped", "export_failed")
+
+
+def test_weights_without_a_point_are_not_replaced(run: Run, fleet: FakeFleet) -> None:
+    run.call("export", run.checkpoint(1.0), "--step", 40)
+    assert run.dispatch("--step", 40, "--from", run.checkpoint(2.0))["reason"] == "export_failed"
+    assert run.names() == ["step_40"]
+
+
+def test_a_bug_in_the_export_is_the_points_and_not_the_trainers(run: Run, fleet: FakeFleet) -> None:
+    spec = fault("command", "evalkit.state.staging:Staging.publish", "before", run.root / "note", "bug")
+    done = run.call("dispatch", "--step", 40, "--from", run.checkpoint(1.0), fault=spec)
+    assert done.stdout.startswith("step_40 skipped export_failed: ZeroDivisionError")
+    assert "Traceback" in run.log(40)
+    assert run.leftovers() == []
+
+
+def test_a_damaged_fleet_record_is_unhealthy(run: Run, fleet: FakeFleet) -> None:
+    whole = fleet.paths.record.read_bytes()
+    fleet.paths.record.write_bytes(whole[:40])
+    assert run.dispatch("--step", 40, "--from", run.checkpoint(1.0))["reason"] == "unhealthy"
+    fleet.paths.record.write_bytes(whole)
+
+
+def test_a_fleet_of_no_name_is_refused_and_not_recorded(run: Run, fleet: FakeFleet) -> None:
+    words = ("dispatch", "--step", 40, "--from", run.checkpoint(1.0))
+    assert "my fleet" in run.call(*words, code=2, EVALKIT_FLEET="my fleet").stderr
+    run.call(*words)
+    drain(run)
+    assert run.outcomes() == {"40.1": "landed"}
+
+
+def test_a_damaged_outcome_stops_nobody(run: Run, fleet: FakeFleet) -> None:
+    run.dispatch("--step", 1, "--from", run.checkpoint(1.0))
+    drain(run)
+    run.paths.attempt(1, 1).outcome.write_text("{")
+    run.dispatch("--step", 2, "--from", run.checkpoint(2.0))
+    drain(run)
+    run.call("status")
+    assert run.outcome(2)["outcome"] == "landed"
+
+
+def test_other_steps_than_every_are_no_points_however_they_are_named(run: Run, fleet: FakeFleet) -> None:
+    checkpoint = run.checkpoint(1.0)
+    checkpoint.rename(run.root / "checkpoint-40")
+    assert run.dispatch("--from", run.root / "checkpoint-40", "--every", 50)["state"] == "not_due"
+    run.call("export", run.checkpoint(1.0), "--step", 40)
+    run.call("export", run.checkpoint(2.0), "--step", 50)
+    run.call("export", run.checkpoint(3.0), "--step", 60)
+    assert run.dispatch("--every", 50)["step"] == 50
+    drain(run)
+
+
+def test_a_step_whose_worker_is_still_finishing_waits_for_it(run: Run, fleet: FakeFleet) -> None:
+    note = run.root / "note"
+    spec = fault("worker", "evalkit.verbs.retiring:retire_settled", "before", note, "hold")
+    run.call("dispatch", "--step", 40, "--from", run.checkpoint(1.0), fault=spec)
+    wait_for(note.exists, "the end of the worker")
+    again = run.start("dispatch", "--step", 40, "--from", run.checkpoint(2.0))
+    wait_for(lambda: len(list(run.paths.active.glob("*.lock"))) == 2, "the second attempt")
+    (run.root / "note.go").touch()
+    out, err = again.communicate(timeout=60)
+    assert out == "step_40 dispatched\n", err
+    drain(run)
+    assert run.outcomes() == {"40.1": "landed", "40.2": "landed"}
+
+
+def test_cancel_leaves_the_trainers_own_command_alone(run: Run, fleet: FakeFleet) -> None:
+    note = run.root / "note"
+    spec = fault("command", "evalkit.state.staging:Staging.publish", "before", note, "hold")
+    exporting = run.start("dispatch", "--step", 40, "--from", run.checkpoint(1.0), fault=spec)
+    wait_for(note.exists, "the export")
+    assert run.json("cancel", 40)["cancelled"] == ["40.1"]
+    assert exporting.poll() is None
+    (run.root / "note.go").touch()
+    out, err = exporting.communicate(timeout=60)
+    assert (exporting.returncode, out.split(":")[0]) == (0, "step_40 skipped cancelled"), err
+    assert run.leftovers() == []
 
 
 def test_without_a_fleet_the_point_is_unhealthy(run: Run) -> None:

@@ -28,6 +28,15 @@ def test_a_row_that_finds_no_room_is_written_later(run: Run, fleet: FakeFleet) -
     assert run.leftovers() == []
 
 
+def test_a_skip_whose_row_finds_no_room_costs_the_trainer_nothing(run: Run, fleet: FakeFleet) -> None:
+    spec = fault("command", "evalkit.state.metrics_log:_append_whole", "before", run.root / "note", errno.ENOSPC)
+    done = run.call("dispatch", "--step", 40, fault=spec)
+    assert done.stdout.startswith("step_40 skipped ckpt_missing")
+    run.call("status")
+    assert [row["step"] for row in run.rows()] == [40]
+    assert run.leftovers() == []
+
+
 def test_no_room_for_the_export_is_a_recorded_skip(run: Run, fleet: FakeFleet) -> None:
     spec = fault("command", "evalkit.ground.transfer:transfer", "before", run.root / "note", errno.ENOSPC)
     done = run.call("dispatch", "--step", 40, "--from", run.checkpoint(1.0), fault=spec)

@@ -24,6 +24,8 @@ def strike():
         note.write(str(os.getpid()))
     if FAULT["action"] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if FAULT["action"] == "bug":
+        raise ZeroDivisionError("a bug")
     if isinstance(FAULT["action"], int):
         raise OSError(FAULT["action"], os.strerror(FAULT["action"]), "a file")
     if FAULT["action"] == "stop":
