@@ -16,6 +16,7 @@ from evalkit.state.snapshot import list_snapshots
 
 def move_to_trash(snapshots: SnapshotPaths, snapshot: Path, export_id: str) -> bool:
     """Under the ledger lock: rename the snapshot away, unless somebody uses it or it is another export by now."""
+    snapshots.locks.mkdir(exist_ok=True)
     fd = open_locked(snapshots.lock(export_id))
     if fd is None:
         return False
