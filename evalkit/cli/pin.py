@@ -40,7 +40,7 @@ def pin(
     """Put every engine on SNAPSHOT, and prove it.
 
     SNAPSHOT is a path with a slash in it, or a name like step_40 in SNAPSHOT_DIR. Engines that are dead or broken are
-    restarted. A snapshot that is refused leaves every engine as it was.
+    restarted. A snapshot that every engine refuses leaves them as they were.
     """
     from evalkit.verbs.pin import pin_verb
 

@@ -23,7 +23,14 @@ from evalkit.adapters.engine import (
     each,
 )
 from evalkit.adapters.fleet_launch import Progress, restart_engines
-from evalkit.ground.errors import BusyError, DataError, NoSnapshotError, PinViolationError, UnavailableError
+from evalkit.ground.errors import (
+    BusyError,
+    DataError,
+    EvalkitError,
+    NoSnapshotError,
+    PinViolationError,
+    UnavailableError,
+)
 from evalkit.ground.layout import RunPaths
 from evalkit.ground.result import Result
 from evalkit.ground.schema import EngineRecord, FleetRecord, PinnedEngine, PinProof
@@ -70,7 +77,8 @@ async def pin_engines(
     """Pin every engine of the held fleet under a new epoch, read back every rank, and probe.
 
     It always loads, also what is pinned already: only a load proves what an engine holds. Engines that are dead,
-    hung or broken are restarted before an attempt, as are those that failed in the one before.
+    hung or broken are restarted before an attempt, as are those that failed in the one before, or refused there what
+    others took.
 
     Args:
         load_timeout: seconds for one attempt's load.
@@ -80,7 +88,8 @@ async def pin_engines(
 
     Raises:
         NoSnapshotError: the directory is not there.
-        DataError: the snapshot was refused, here or by an engine, which keeps its old weights.
+        DataError: the snapshot was refused, here or by every engine, which then keep their old weights, or by some of
+            them, restarted ones too.
         BusyError: the fleet was taken over by somebody else.
         UnavailableError: an engine did not do it in any of the attempts.
         PinViolationError: an engine loaded other weights than it was told, in the last attempt too.
@@ -112,11 +121,11 @@ class _Failed(Exception):  # noqa: N818  (of an attempt; never leaves this modul
         error: what the first of them said.
     """
 
-    def __init__(self, engines: Sequence[EngineRecord], error: UnavailableError | None = None) -> None:
+    def __init__(self, engines: Sequence[EngineRecord], error: EvalkitError | None = None) -> None:
         self.engines = list(engines)
         self.error = error or UnavailableError("no attempt was made")
 
-    def final(self) -> UnavailableError | PinViolationError:
+    def final(self) -> EvalkitError:
         if isinstance(self.error, EngineFailedError) and self.error.wrong_weights:
             return PinViolationError(self.error.message, self.error.remedy)
         return self.error
@@ -182,19 +191,17 @@ async def _attempt(hold: FleetHold, target: PinTarget, load_timeout: float, drai
 def _all(clients: Sequence[EngineClient], answers: Sequence[A | BaseException]) -> list[A]:
     """The answers, when all are; else what the errors among them mean for the attempt."""
     errors = [answer for answer in answers if isinstance(answer, BaseException)]
-    for kind in (BusyError, DataError):
+    done = [answer for answer in answers if not isinstance(answer, BaseException)]
+    # When others have loaded what one refuses, the snapshot is not what is wrong, and the fleet is of two minds.
+    mended = (EngineFailedError, DataError) if done else (EngineFailedError,)
+    for kind in (BusyError, DataError, BaseException):
         for error in errors:
-            if isinstance(error, kind):
+            if isinstance(error, kind) and not isinstance(error, mended):
                 raise error
-    failed = {c.engine.index: a for c, a in zip(clients, answers, strict=True) if isinstance(a, EngineFailedError)}
-    for error in errors:
-        if not isinstance(error, EngineFailedError):
-            raise error
+    failed = [(c.engine, a) for c, a in zip(clients, answers, strict=True) if isinstance(a, mended)]
     if failed:
-        raise _Failed(
-            [client.engine for client in clients if client.engine.index in failed], next(iter(failed.values()))
-        )
-    return [answer for answer in answers if not isinstance(answer, BaseException)]
+        raise _Failed([engine for engine, _ in failed], failed[0][1])
+    return done
 
 
 async def _pin_one(client: EngineClient, request: dict[str, object], target: PinTarget, timeout: float) -> PinnedEngine:

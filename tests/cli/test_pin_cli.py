@@ -22,6 +22,7 @@ from tests.fleets import FleetCommands, kill_server, wait_until
 pytestmark = pytest.mark.timeout(120)
 
 OTHER_DIGEST = "0" * 64
+REFUSAL = {"status": 422, "error": "refused", "detail": "tensor x is not there"}
 
 
 @pytest.fixture
@@ -81,9 +82,21 @@ def test_an_engine_that_loads_other_weights_twice_is_a_violation(fleets: FleetCo
 def test_a_refusal_is_passed_on_and_restarts_nothing(fleets: FleetCommands, snapshot: Path) -> None:
     fleets.up(engines=2)
     before = fleets.engines()
-    fleets.faults(before[1], pin_error={"status": 422, "error": "refused", "detail": "tensor x is not there"})
+    for engine in before:
+        fleets.faults(engine, pin_error=REFUSAL)
     assert "refused the snapshot: tensor x is not there" in fleets.call("pin", str(snapshot), code=65).stderr
     assert fleets.engines() == before
+
+
+def test_an_engine_that_refuses_what_another_took_is_restarted(fleets: FleetCommands, snapshot: Path) -> None:
+    fleets.up(engines=2)
+    took, refused = fleets.engines()
+    fleets.faults(refused, pin_error=REFUSAL)
+    fleets.call("pin", str(snapshot))
+    same, restarted = fleets.engines()
+    assert (same, restarted.engine_id == refused.engine_id) == (took, False)
+    assert {fleets.state(e)["pin"]["digest"] for e in fleets.engines()} == {weights_digest(snapshot)}
+    assert fleets.record().pinned == str(snapshot)
 
 
 def test_a_load_that_breaks_is_tried_again_on_a_new_engine(fleets: FleetCommands, snapshot: Path) -> None:
