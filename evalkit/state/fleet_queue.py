@@ -9,6 +9,7 @@ the engines'.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from evalkit.ground.errors import BusyError
+from evalkit.ground.errors import BusyError, UnavailableError
 from evalkit.ground.ids import new_id
 from evalkit.ground.layout import FleetPaths
 from evalkit.ground.locks import is_current, is_held, open_locked, try_lock
@@ -28,6 +29,7 @@ from evalkit.state.fleet import change_fleet, load_fleet
 
 POLL = 0.1  # seconds between looks at the queue
 BREAK_AFTER = 5.0  # seconds that a holder whose point is settled gets to let go by itself
+LEFT_BEHIND = 600.0  # seconds after which a file that takes a moment to write has no writer any more
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class FleetHold:
     token: str
 
     def check(self) -> None:
-        """Raises BusyError when another holder has replaced this one."""
+        """Raises BusyError when another has replaced this holder, UnavailableError when the fleet was taken down."""
         self._require(load_fleet(self.paths))
 
     def next_epoch(self) -> int:
@@ -46,6 +48,7 @@ class FleetHold:
 
         Raises:
             BusyError: another holder has replaced this one.
+            UnavailableError: the fleet was taken down.
         """
         return self.change(lambda record: msgspec.structs.replace(record, epoch=record.epoch + 1)).epoch
 
@@ -54,6 +57,7 @@ class FleetHold:
 
         Raises:
             BusyError: another holder has replaced this one.
+            UnavailableError: the fleet was taken down.
         """
 
         def guarded(record: FleetRecord) -> FleetRecord:
@@ -63,8 +67,11 @@ class FleetHold:
         return change_fleet(self.paths, guarded)
 
     def _require(self, record: FleetRecord) -> None:
-        if record.holder != self.token:
-            raise BusyError(f"fleet {self.paths.name} was taken over by another process", "run the command again")
+        if record.holder == self.token:
+            return
+        if record.holder is None or record.state == "down":
+            raise UnavailableError(f"fleet {self.paths.name} was taken down", "start it with evalkit fleet up")
+        raise BusyError(f"fleet {self.paths.name} was taken over by another process", "run the command again")
 
 
 def place_of(incarnation: int, step: int, attempt: int) -> str:
@@ -118,9 +125,13 @@ class _Ticket:
         name = new_id()[:12]
         temporary, path = paths.queue / f".tmp-{name}", paths.queue / f"{place}~{name}"
         fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        try_lock(fd)
-        os.write(fd, str(outcome or "").encode())
-        temporary.rename(path)
+        with contextlib.ExitStack() as unless_published:
+            unless_published.callback(os.close, fd)
+            unless_published.callback(temporary.unlink, missing_ok=True)
+            try_lock(fd)
+            os.write(fd, str(outcome or "").encode())
+            temporary.rename(path)
+            unless_published.pop_all()
         return cls(paths, path, fd, outcome)
 
     def withdraw(self) -> None:
@@ -170,11 +181,13 @@ def _try_take(ticket: _Ticket) -> tuple[int, FleetHold] | None:
     fd = open_locked(ticket.paths.lock)
     if fd is None:
         return None
-    hold = _enter(ticket, fd) if ticket.is_head() else None
-    if hold is None:
-        os.close(fd)
-        return None
-    return fd, hold
+    with contextlib.ExitStack() as unless_taken:
+        unless_taken.callback(os.close, fd)
+        hold = _enter(ticket, fd) if ticket.is_head() else None
+        if hold is None:
+            return None
+        unless_taken.pop_all()
+        return fd, hold
 
 
 def _enter(ticket: _Ticket, fd: int) -> FleetHold | None:
@@ -210,9 +223,8 @@ def _break_lock(ticket: _Ticket) -> tuple[int, FleetHold] | None:
     old file at this very moment sees in `_enter` that the path names another.
     """
     hold = FleetHold(ticket.paths, new_id())
-    temporary = ticket.paths.directory / f".tmp-{hold.token}"
+    temporary = ticket.paths.queue / f".tmp-{hold.token}"
     fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try_lock(fd)
 
     def replace(record: FleetRecord) -> FleetRecord:
         if record.holder_outcome is None or not Path(record.holder_outcome).exists():
@@ -220,8 +232,20 @@ def _break_lock(ticket: _Ticket) -> tuple[int, FleetHold] | None:
         temporary.rename(ticket.paths.lock)
         return _held_by(record, hold, ticket)
 
-    if change_fleet(ticket.paths, replace).holder == hold.token:
+    with contextlib.ExitStack() as unless_taken:
+        unless_taken.callback(os.close, fd)
+        unless_taken.callback(temporary.unlink, missing_ok=True)
+        try_lock(fd)
+        if change_fleet(ticket.paths, replace).holder != hold.token:
+            return None
+        unless_taken.pop_all()
         return fd, hold
-    temporary.unlink(missing_ok=True)
-    os.close(fd)
-    return None
+
+
+def sweep(paths: FleetPaths) -> None:
+    """Clear what processes that are dead have left half done beside the fleet record and in its queue."""
+    long_ago = time.time() - LEFT_BEHIND
+    for leftover in (*paths.directory.glob(".tmp-*"), *paths.queue.glob(".tmp-*")):
+        with contextlib.suppress(FileNotFoundError):  # it was finished, or swept by another
+            if leftover.stat().st_mtime < long_ago:
+                leftover.unlink()

@@ -27,6 +27,7 @@ from evalkit.ground.processes import is_alive, this_process
 from evalkit.ground.result import Result
 from evalkit.ground.schema import EngineRecord, FleetRecord
 from evalkit.state.fleet import change_fleet, load_fleet
+from evalkit.state.fleet_queue import sweep
 from evalkit.state.run import find_run, fleet_name, remember
 from evalkit.verbs.fleet_status import show_fleet
 
@@ -266,6 +267,7 @@ def fleet_down(paths: FleetPaths, *, timeout: float) -> Result:
         stop_engines(load_fleet(paths).engines)
         change_fleet(paths, _as_down)
         paths.key.unlink(missing_ok=True)
+        sweep(paths)
     ended = [engine.index for engine in record.engines]
     line = f"fleet {paths.name} is down" + (f", {len(ended)} engines ended" if ended else "")
     return Result({"fleet": paths.name, "engines_ended": ended}, [line])

@@ -303,16 +303,50 @@ def test_a_fleet_may_stand_outside_of_the_run(fleets: FleetCommands) -> None:
 
 
 def test_down_raises_the_epoch_and_replaces_a_holder(fleets: FleetCommands) -> None:
-    from evalkit.ground.errors import BusyError
+    from evalkit.ground.errors import UnavailableError
     from evalkit.state.fleet_queue import hold_fleet
 
     fleets.up()
     with hold_fleet(fleets.paths(), timeout=5) as hold:
         epoch = hold.next_epoch()
         fleets.call("fleet", "down")
-        with pytest.raises(BusyError):
-            hold.check()
+        for step in (hold.check, hold.next_epoch):
+            with pytest.raises(UnavailableError, match="was taken down") as caught:
+                step()
+            assert caught.value.skip_reason == "unhealthy"
     assert fleets.record().epoch > epoch
+
+
+def test_down_clears_what_the_dead_left_half_done_and_nothing_else(fleets: FleetCommands) -> None:
+    fleets.up()
+    paths = fleets.paths()
+    paths.queue.mkdir(exist_ok=True)
+    old, queued, new = paths.directory / ".tmp-old", paths.queue / ".tmp-old", paths.directory / ".tmp-new"
+    for leftover in (old, queued, new):
+        leftover.touch()
+    for leftover in (old, queued):
+        os.utime(leftover, (1, 1))
+    fleets.call("fleet", "down")
+    assert [leftover.exists() for leftover in (old, queued, new)] == [False, False, True]
+
+
+def test_a_hold_that_cannot_be_written_down_leaves_the_fleet_free(
+    fleets: FleetCommands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from evalkit.ground.locks import is_held
+    from evalkit.state import fleet_queue
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    fleets.up()
+    paths = fleets.paths()
+    with monkeypatch.context() as broken:
+        broken.setattr(fleet_queue, "change_fleet", full)
+        with pytest.raises(OSError, match="No space"), fleet_queue.hold_fleet(paths, timeout=5):
+            pass
+    assert not is_held(paths.lock)
+    assert not list(paths.queue.iterdir())
 
 
 # Looking
