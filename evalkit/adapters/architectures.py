@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from evalkit.decisions.architectures import check_complete, known_shapes
+from evalkit.decisions.architectures import architecture_of, check_complete, known_shapes
 from evalkit.decisions.shards import Outline
 from evalkit.ground.layout import SnapshotPaths
 
@@ -23,8 +23,8 @@ def check_architecture(snapshot_dir: Path, config: Mapping[str, Any], outline: O
     Raises:
         DataError: a tensor is missing or has another shape.
     """
-    architecture = (config.get("architectures") or [None])[0]
-    if not isinstance(architecture, str):
+    architecture = architecture_of(config)
+    if architecture is None:
         return "config.json names no architecture"
     known = known_shapes(config)
     if known is not None and outline.keys() <= known.keys():

@@ -164,7 +164,7 @@ def _encode(value: dict[str, Any]) -> bytes:
 def _read_json(content: Path | bytes) -> dict[str, Any]:
     try:
         value = json.loads(content if isinstance(content, bytes) else content.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{content!s} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise DataError(f"{content!s} is not a JSON object")

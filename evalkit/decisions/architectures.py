@@ -14,24 +14,54 @@ _QK_NORMS = {"Qwen3ForCausalLM"}
 _QKV_BIASES = {"Qwen2ForCausalLM"}
 _DENSE = {"LlamaForCausalLM", "MistralForCausalLM", *_QK_NORMS, *_QKV_BIASES}
 
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "vocab_size",
+)
+_MOST = 1 << 40
+_MOST_LAYERS = 10_000  # a name is made for every layer's tensors: a mistake must not fill the memory
+
+
+def architecture_of(config: Mapping[str, Any]) -> str | None:
+    """The class that config.json names first."""
+    names = config.get("architectures")
+    first = names[0] if isinstance(names, list) and names else None
+    return first if isinstance(first, str) else None
+
 
 def known_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]] | None:
     """Every tensor of a plain dense decoder, by the arithmetic of its config; None for any other architecture.
 
     Importing the library that knows all architectures takes seconds, which a trainer would wait for.
+
+    Raises:
+        DataError: a field is no size.
     """
-    architecture = (config.get("architectures") or [None])[0]
+    architecture = architecture_of(config)
     if architecture not in _DENSE or "quantization_config" in config:
         return None
-    try:
-        return _dense(config, architecture)
-    except (KeyError, TypeError):
-        return None  # a config that leaves a size to the class's default
+    if any(config.get(name) is None for name in (*_SIZES, "tie_word_embeddings")):
+        return None  # left to the class's default
+    return _dense({**config, **_sizes(config)}, architecture)
+
+
+def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    sizes = {name: config[name] for name in _SIZES}
+    sizes["head_dim"] = config.get("head_dim") or 0
+    for name, size in sizes.items():
+        least, most = int(name != "head_dim"), _MOST_LAYERS if name == "num_hidden_layers" else _MOST
+        if type(size) is not int or not least <= size <= most:
+            raise DataError(f"config.json: {name} is {size!r}, which is no size", "export with the model's own config")
+    return sizes
 
 
 def _dense(config: Mapping[str, Any], architecture: str) -> dict[str, tuple[int, ...]]:
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    head = config.get("head_dim") or hidden // heads
+    head = config["head_dim"] or hidden // heads
     embedding = (config["vocab_size"], hidden)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": embedding, "model.norm.weight": (hidden,)}
     if not config["tie_word_embeddings"]:

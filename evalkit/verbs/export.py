@@ -67,7 +67,7 @@ def export_source(request: ExportRequest) -> ExportResult:
         DataError: the source is damaged or incomplete, or the step is there with other weights.
         BusyError: the snapshot to replace is in use.
         StorageError: no room, or reading or writing failed.
-        UsageError: SNAPSHOT_DIR is another run's, or `copy` asks for what the file system cannot do.
+        UsageError: SNAPSHOT_DIR is another run's, or `copy` asks for what cannot be done.
     """
     began = time.monotonic()
     with storage_errors(request.snapshot_dir):
@@ -101,6 +101,12 @@ def _read(request: ExportRequest) -> tuple[Source, Sidecars, Weights]:
             head = tied_head(sidecars.config, headers)
             weights: Weights = FileWeights(source, copy=request.copy, shard_size=request.shard_size, head=head)
             return source, sidecars, weights
+    if request.copy in ("hardlink", "reflink"):
+        raise UsageError(
+            f"--copy {request.copy} shares whole safetensors files, but {source.path} has to be converted",
+            "use --copy auto",
+            "export_failed",
+        )
     from evalkit.adapters.weight_tensors import TensorWeights
 
     weights = TensorWeights(source, dtype=request.dtype, shard_size=request.shard_size, config=sidecars.config)

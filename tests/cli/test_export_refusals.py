@@ -265,6 +265,30 @@ def doubled(tied: Path, path: Path, change: Callable[[bytes], bytes] = bytes) ->
     return path
 
 
+@pytest.mark.parametrize("mode", ["hardlink", "reflink"])
+@pytest.mark.parametrize("form", ["torch", "cast"])
+def test_what_has_to_be_converted_cannot_be_shared(
+    exports: Exports, good: Path, tmp_path: Path, mode: str, form: str
+) -> None:
+    words: list[object] = ["--copy", mode]
+    if form == "torch":
+        import torch
+
+        source = tmp_path / "state.pt"
+        torch.save({"model.norm.weight": torch.ones(2)}, source)
+        words += ["--base", good]
+    else:
+        source = good
+        words += ["--dtype", "bfloat16"]
+    assert f"--copy {mode} shares whole safetensors files" in exports.refused(source, *words, code=2)
+
+
+def test_a_config_with_no_heads_is_refused(exports: Exports, good: Path, tmp_path: Path) -> None:
+    shutil.copytree(good, tmp_path / "source")
+    edit(tmp_path / "source" / "config.json", num_attention_heads=0)
+    assert "config.json: num_attention_heads is 0, which is no size" in exports.refused(tmp_path / "source")
+
+
 @pytest.mark.parametrize("form", ["files", "torch", "cast"])
 def test_a_tied_head_is_not_doubled(exports: Exports, tied: Path, tmp_path: Path, form: str) -> None:
     source, words = doubled(tied, tmp_path / "source"), []

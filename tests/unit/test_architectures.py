@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from evalkit.adapters.architectures import check_architecture
 from evalkit.decisions.architectures import known_shapes
+from evalkit.decisions.shards import tied_head
 from evalkit.ground.errors import DataError
 from evalkit.ground.layout import SnapshotPaths
 
@@ -54,6 +57,46 @@ def build(architecture: str, **settings: Any) -> tuple[dict[str, Any], dict[str,
 def test_known_shapes_are_those_of_transformers(architecture: str, settings: dict[str, Any], tied: bool) -> None:
     config, outline = build(architecture, **settings, tie_word_embeddings=tied)
     assert known_shapes(config) == {name: shape for name, (_, shape) in outline.items()}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_attention_heads", 0),
+        ("hidden_size", "48"),
+        ("num_hidden_layers", 10**12),
+        ("vocab_size", -1),
+        ("intermediate_size", 10**400),
+        ("num_key_value_heads", True),
+        ("head_dim", 1.5),
+    ],
+)
+def test_a_field_that_is_no_size_is_named(field: str, value: Any) -> None:
+    config = {"architectures": ["LlamaForCausalLM"], **SMALL, "tie_word_embeddings": False, field: value}
+    with pytest.raises(DataError, match=rf"config\.json: {field} is .*no size"):
+        known_shapes(config)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-2, 300) | st.floats() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=4,
+)
+FIELDS = [*SMALL, "head_dim", "tie_word_embeddings", "attention_bias", "mlp_bias", "text_config", "dtype"]
+
+
+@given(
+    st.sampled_from([["LlamaForCausalLM"], ["Qwen2ForCausalLM"], ["Qwen3ForCausalLM"]]) | JSON,
+    st.dictionaries(st.sampled_from(FIELDS), JSON),
+)
+def test_any_config_has_a_result_or_is_refused(architectures: Any, other: dict[str, Any]) -> None:
+    config = {**SMALL, "tie_word_embeddings": False, **other, "architectures": architectures}
+    tied_head(config, ["lm_head.weight"])
+    try:
+        shapes = known_shapes(config)
+    except DataError:
+        return
+    assert shapes is None or all(size >= 0 for shape in shapes.values() for size in shape)
 
 
 def test_other_architectures_are_not_guessed() -> None:
