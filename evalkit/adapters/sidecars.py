@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,18 +55,32 @@ class Sidecars(msgspec.Struct):
     files: dict[str, Path | bytes] = {}
     missing: list[str] = []
 
-    def write(self, directory: Path) -> None:
+    def hashes(self) -> dict[str, str]:
+        """The blake3 of every file."""
+        return {name: _hash(_bytes(content)) for name, content in self.files.items()}
+
+    def write(self, directory: Path) -> dict[str, str]:
+        """Write them into `directory`; returns the blake3 of what was written."""
+        hashes = {}
         for name, content in self.files.items():
-            target = directory / name
+            target, data = directory / name, _bytes(content)
             target.parent.mkdir(exist_ok=True)
             with target.open("xb") as file:
-                if isinstance(content, bytes):
-                    file.write(content)
-                else:
-                    with content.open("rb") as original:
-                        shutil.copyfileobj(original, file)
+                file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
+            hashes[name] = _hash(data)
+        return hashes
+
+
+def _bytes(content: Path | bytes) -> bytes:
+    return content if isinstance(content, bytes) else content.read_bytes()
+
+
+def _hash(data: bytes) -> str:
+    import blake3
+
+    return blake3.blake3(data).hexdigest()
 
 
 def gather_sidecars(directory: Path | None, base: Path | None, dtype: str | None, source: str) -> Sidecars:
@@ -163,7 +176,7 @@ def _encode(value: dict[str, Any]) -> bytes:
 
 def _read_json(content: Path | bytes) -> dict[str, Any]:
     try:
-        value = json.loads(content if isinstance(content, bytes) else content.read_bytes())
+        value = json.loads(_bytes(content))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{content!s} is not valid JSON: {error}") from error
     if not isinstance(value, dict):

@@ -26,6 +26,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         tensors: by name: dtype and shape as in the safetensors header, and the blake3 of the bytes.
         digest: see `evalkit.ground.tensors.digest_of`.
         files: every other file of the snapshot and its size in bytes.
+        hashes: blake3 of the files beside weights and index: config, tokenizer, chat template and the like.
         missing: tokenizer, chat template or generation files that the source did not have.
     """
 
@@ -40,6 +41,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     total_bytes: int
     files: dict[str, int]
+    hashes: dict[str, str]
     tensors: dict[str, tuple[str, tuple[int, ...], str]]
     missing: list[str] = []
 
@@ -54,6 +56,7 @@ class SnapshotId(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int = 0
     digest: str
     total_bytes: int = 0
+    hashes: dict[str, str] = {}
 
 
 class SnapshotOwner(msgspec.Struct, frozen=True, kw_only=True):

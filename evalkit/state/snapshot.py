@@ -29,6 +29,7 @@ class Snapshot(msgspec.Struct, frozen=True):
         digest: the manifest's; None without one (see `known_digest`).
         incarnation: of the trainer; 0 without a manifest.
         complete: whether the marker is there.
+        hashes: the manifest's, of the files beside the weights.
     """
 
     path: Path
@@ -38,6 +39,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     incarnation: int = 0
     run_id: str | None = None
     complete: bool = True
+    hashes: dict[str, str] = {}
 
 
 def resolve_snapshot(name: str, snapshot_dir: Path | None) -> Path:
@@ -78,7 +80,7 @@ def open_snapshot(path: Path, *, need_marker: bool = True) -> Snapshot:
         return Snapshot(path, named, complete=complete)
     if path.name.startswith("step_") and named not in (None, head.step):
         raise DataError(f"{path} holds step {head.step} by its {MANIFEST}", "give the directory its own name back")
-    return Snapshot(path, head.step, head.export_id, head.digest, head.incarnation, head.run_id, complete)
+    return Snapshot(path, head.step, head.export_id, head.digest, head.incarnation, head.run_id, complete, head.hashes)
 
 
 def list_snapshots(snapshot_dir: Path) -> list[Snapshot]:

@@ -39,7 +39,7 @@ class Staging:
         self.published = False
 
     def publish(self, manifest: Manifest, *, force: bool, in_use: InUse) -> str:
-        """Write manifest and marker, and rename to `step_<N>`, unless the same weights are there already.
+        """Write manifest and marker, and rename to `step_<N>`, unless the same content is there already.
 
         Returns the export id of the snapshot that is there then.
 
@@ -53,7 +53,7 @@ class Staging:
         trashed = None
         with locked(self.paths.publish_lock, PUBLISH_TIMEOUT, what=f"publishing in {self.paths.root}"):
             if os.path.lexists(target):
-                same = _export_with(target, manifest.digest)
+                same = _export_of_same(target, manifest)
                 if same is not None:
                     return same
                 trashed = set_aside(self.paths, target, force=force, in_use=in_use)
@@ -95,13 +95,13 @@ def _lock_new(paths: SnapshotPaths, export_id: str) -> int:
     return wait_locked(paths.lock(export_id), NEW_TIMEOUT, what=what)
 
 
-def _export_with(target: Path, digest: str) -> str | None:
-    """The export id of `target`, if it is a complete snapshot of evalkit's with this digest."""
+def _export_of_same(target: Path, manifest: Manifest) -> str | None:
+    """The export id of `target`, if it is a complete snapshot of evalkit's with the same weights and files."""
     try:
         found = open_snapshot(target)
     except (DataError, NoSnapshotError):
         return None
-    return found.export_id if found.digest == digest else None
+    return found.export_id if (found.digest, found.hashes) == (manifest.digest, manifest.hashes) else None
 
 
 def check_replaceable(paths: SnapshotPaths, target: Path, *, force: bool, in_use: InUse) -> str:

@@ -64,7 +64,7 @@ def export_source(request: ExportRequest) -> ExportResult:
 
     Raises:
         NoSnapshotError: the source or the base is not there.
-        DataError: the source is damaged or incomplete, or the step is there with other weights.
+        DataError: the source is damaged or incomplete, or the step is there with other content.
         BusyError: the snapshot to replace is in use.
         StorageError: no room, or reading or writing failed.
         UsageError: SNAPSHOT_DIR is another run's, or `copy` asks for what cannot be done.
@@ -73,7 +73,7 @@ def export_source(request: ExportRequest) -> ExportResult:
     with storage_errors(request.snapshot_dir):
         source, sidecars, weights = _read(request)
         claim(request)
-        there = find_unchanged(request, lambda: digest_of(weights.write(None).tensors))
+        there = find_unchanged(request, sidecars, lambda: digest_of(weights.write(None).tensors))
         if there is not None:
             total = sum(byte_size(*info) for info in weights.outline.values())
             result = ExportResult(there.path, there.export_id, there.digest, total, 0.0, True, sidecars.missing)

@@ -67,7 +67,7 @@ def export_snapshot(
         run_dir: the run that the snapshot is for; it then owns SNAPSHOT_DIR.
         dtype: cast float tensors to `bfloat16`, `float16` or `float32`.
         shard_size: the most bytes of a weight file, as a number or like `5GB`, which is the default.
-        force: replace a snapshot of other weights, unless it is in use.
+        force: replace a snapshot of other content, unless it is in use.
 
     Returns the snapshot, the same on every rank.
 
@@ -139,7 +139,7 @@ def _compare(to: Destination, sidecars: Sidecars, write: Callable[[None], Writte
         total = sum(byte_size(kind, shape) for kind, shape, _ in written.tensors.values())
         return digest_of(written.tensors)
 
-    there = find_unchanged(to, digest)
+    there = find_unchanged(to, sidecars, digest)
     if there is None:
         raise ExportError(f"{to.path} was taken away while it was compared", "export again")
     return ExportResult(there.path, there.export_id, there.digest, total, 0.0, True, sidecars.missing)

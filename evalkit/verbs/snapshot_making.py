@@ -35,7 +35,7 @@ class Destination(msgspec.Struct, frozen=True, kw_only=True):
     """Which snapshot an export makes.
 
     Attributes:
-        force: replace a snapshot of other weights, unless it is in use or not evalkit's.
+        force: replace a snapshot of other content, unless it is in use or not evalkit's.
         run_id: of the run that must own SNAPSHOT_DIR; its directory is `run_dir`.
         export_id: None for a new one.
         in_use: tells of users that hold no lock.
@@ -62,7 +62,7 @@ class ExportResult(msgspec.Struct, frozen=True):
         export_id: None when the directory was there already and evalkit did not make it.
         total_bytes: of the weights.
         seconds: how long the export took.
-        unchanged: the same weights were there already; nothing was written.
+        unchanged: the same content was there already; nothing was written.
         missing: what a chat evaluation may need and the source has not.
         unchecked: why the tensors were not compared with the architecture; empty when they were.
     """
@@ -84,27 +84,29 @@ def claim(to: Destination) -> None:
 
 
 class Existing(NamedTuple):
-    """A snapshot of the very weights that were to be exported."""
+    """A snapshot of the very content that was to be exported."""
 
     path: Path
     export_id: str | None
     digest: str
 
 
-def find_unchanged(to: Destination, digest: Callable[[], str]) -> Existing | None:
-    """The step's snapshot, when it is complete and of the same weights; None when it is to be made.
+def find_unchanged(to: Destination, sidecars: Sidecars, digest: Callable[[], str]) -> Existing | None:
+    """The step's snapshot, when it is complete and of the same content; None when it is to be made.
+
+    Of a directory that evalkit did not make only the weights are compared: its other files are its writer's.
 
     Args:
         digest: of the source's weights; called only when there is something to compare with.
 
     Raises:
-        DataError: it is there with other weights and may not be replaced.
+        DataError: it is there with other content and may not be replaced.
         BusyError: it would be replaced but is in use.
     """
     if not os.path.lexists(to.path):
         return None
     snapshot = open_snapshot(to.path, need_marker=False)
-    if snapshot.complete:
+    if snapshot.complete and (snapshot.export_id is None or snapshot.hashes == sidecars.hashes()):
         there = snapshot.digest or digest_of(hash_directory(snapshot.path))
         if digest() == there:
             return Existing(snapshot.path, snapshot.export_id, there)
@@ -115,7 +117,7 @@ def find_unchanged(to: Destination, digest: Callable[[], str]) -> Existing | Non
 def make_snapshot(
     to: Destination, sidecars: Sidecars, origin: dict[str, Any], write: Callable[[Path], Written]
 ) -> ExportResult:
-    """Stage, write, publish; the snapshot, or the one of the same weights that somebody else published meanwhile.
+    """Stage, write, publish; the snapshot, or the one of the same content that somebody else published meanwhile.
 
     Args:
         origin: what the manifest says about the source.
@@ -129,7 +131,7 @@ def make_snapshot(
         if len(set(written.files.values())) > 1:
             write_atomic(stage.path / INDEX_NAME, encode_index(written.files, total))
         _check_written(stage.path, written)
-        sidecars.write(stage.path)
+        hashes = sidecars.write(stage.path)
         manifest = Manifest(
             export_id=export_id,
             step=to.step,
@@ -141,6 +143,7 @@ def make_snapshot(
             digest=digest_of(written.tensors),
             total_bytes=total,
             files=_sizes(stage.path),
+            hashes=hashes,
             tensors=written.tensors,
             missing=sidecars.missing,
         )

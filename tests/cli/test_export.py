@@ -9,6 +9,7 @@ import stat
 import subprocess
 from pathlib import Path
 
+import blake3
 import pytest
 from pytest_console_scripts import ScriptRunner
 
@@ -73,6 +74,8 @@ def test_the_manifest_says_what_is_there(exports: Exports, model: Path) -> None:
     assert manifest.total_bytes == sum(map(len, tensors_in(snapshot).values()))
     files = {path.name: path.stat().st_size for path in snapshot.iterdir() if path.name not in (MANIFEST, MARKER)}
     assert manifest.files == files
+    sidecars = [name for name in files if not name.endswith(".safetensors") and name != INDEX_NAME]
+    assert manifest.hashes == {name: blake3.blake3((snapshot / name).read_bytes()).hexdigest() for name in sidecars}
     assert manifest.missing == []
     assert (manifest.step, manifest.source["path"]) == (40, str(model))
 
@@ -300,6 +303,30 @@ def test_other_weights_under_a_step_need_force(exports: Exports, model: Path, ot
     assert exports.manifest().digest == digest_of(hash_directory(model))
     exports.call(other, "--force")
     assert exports.manifest().digest == digest_of(hash_directory(other))
+    assert exports.leftovers() == []
+
+
+@pytest.mark.parametrize("change", ["template", "config", "one less"])
+def test_the_same_weights_with_other_files_need_force(
+    exports: Exports, model: Path, tmp_path: Path, change: str
+) -> None:
+    exports.call(model)
+    source = tmp_path / "source"
+    shutil.copytree(model, source)
+    if change == "template":
+        (source / "chat_template.jinja").write_text("{{ messages }}")
+    elif change == "config":
+        edited = {**json.loads((source / "config.json").read_text()), "rope_theta": 1.0}
+        (source / "config.json").write_text(json.dumps(edited))
+    else:
+        (source / "generation_config.json").unlink()
+    before = exports.manifest()
+    assert "step_40 is there already with other content; give --force" in exports.refused(source)
+    assert exports.manifest() == before
+    exports.call(source, "--force")
+    assert (exports.manifest().digest, exports.manifest().export_id != before.export_id) == (before.digest, True)
+    assert exports.manifest().hashes != before.hashes
+    assert exports.json(source)["unchanged"]
     assert exports.leftovers() == []
 
 

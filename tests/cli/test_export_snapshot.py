@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -99,6 +100,10 @@ def test_a_step_that_is_there(model: Path, state: State, tmp_path: Path) -> None
     other = {name: tensor + 1 for name, tensor in state.items()}
     with pytest.raises(DataError, match="give --force"):
         evalkit.export_snapshot(other, step=7, base=model, snapshot_dir=tmp_path)
+    shutil.copytree(model, tmp_path / "base")
+    (tmp_path / "base" / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(DataError, match="give --force"):
+        evalkit.export_snapshot(state, step=7, base=tmp_path / "base", snapshot_dir=tmp_path)
     replaced = evalkit.export_snapshot(other, step=7, base=model, snapshot_dir=tmp_path, force=True)
     assert open_snapshot(tmp_path / "step_7").digest == replaced.digest != first.digest
     assert len(list(SnapshotPaths(tmp_path).locks.glob("*.lock"))) == 1
