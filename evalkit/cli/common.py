@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 import click
 import msgspec
 
-from evalkit.ground.errors import EvalkitError, StorageError
+from evalkit.ground.errors import EvalkitError, StorageError, UsageError
 from evalkit.ground.result import Result
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -32,6 +32,10 @@ EXIT_CODES = {
     130: "interrupted",
     143: "terminated",
 }
+
+
+# Each reads a record of the run or the fleet, which may be damaged or on a disk that fails, and may be ended.
+_OF_EVERY_COMMAND = (0, 2, 65, 74, 130, 143)
 
 
 def run_dir_option(function: F) -> F:
@@ -88,8 +92,8 @@ DURATION = Duration()
 
 
 def epilog(example: str, *codes: int) -> str:
-    """The end of a command's help: an example, and the exit codes it can give."""
-    rows = "\n".join(f"  {code:>3}  {EXIT_CODES[code]}" for code in sorted({0, 2, *codes}))
+    """The end of a command's help: an example, and the exit codes it can give, those of every command included."""
+    rows = "\n".join(f"  {code:>3}  {EXIT_CODES[code]}" for code in sorted({*_OF_EVERY_COMMAND, *codes}))
     return f"\b\nExample:\n  {example}\n\n\b\nExit codes:\n{rows}"
 
 
@@ -111,8 +115,9 @@ def command(verb: str) -> Callable[[Callable[..., Result]], Callable[..., None]]
                     _broken_pipe()
                 _fail(verb, _io_failure(error), as_json)
             except KeyboardInterrupt:
-                _note(f"evalkit {verb}: interrupted")
-                sys.exit(130)
+                _fail(verb, _InterruptedError("interrupted"), as_json)
+            except _Sigterm:
+                _fail(verb, _TerminatedError("terminated"), as_json)
             finally:
                 signal.signal(signal.SIGTERM, previous)
             sys.exit(result.code)
@@ -134,8 +139,22 @@ def progress() -> Iterator[Callable[[str], None]]:
         yield status.update
 
 
+class _Sigterm(SystemExit):
+    """SIGTERM came. A SystemExit, since that ends an event loop too, and what dispatch has under way."""
+
+
+class _InterruptedError(EvalkitError):
+    code = 130
+    kind = "interrupted"
+
+
+class _TerminatedError(EvalkitError):
+    code = 143
+    kind = "terminated"
+
+
 def _terminated(signum: int, frame: object) -> NoReturn:
-    raise SystemExit(128 + signum)
+    raise _Sigterm(128 + signum)
 
 
 def _broken_pipe() -> NoReturn:
@@ -156,23 +175,37 @@ def _show_result(verb: str, result: Result, as_json: bool) -> None:
     else:
         for line in result.lines:
             click.echo(line)
+    for note in result.notes:
+        _note(f"evalkit {verb}: {note}")
 
 
 def _fail(verb: str, error: EvalkitError, as_json: bool) -> NoReturn:
-    notes = getattr(error, "__notes__", [])  # more lines for a person: the end of an engine's log, for example
     if as_json:
-        body: dict[str, Any] = {
-            "kind": error.kind,
-            "code": error.code,
-            "message": error.message,
-            "remedy": error.remedy,
-        }
-        body |= {"notes": notes} if notes else {}
-        _print_json({"format": 1, "verb": verb, "ok": False, "error": body})
-    for note in notes:
+        _print_error(verb, error)
+    for note in _notes(error):
         click.echo(note, err=True)
     _note(f"evalkit {verb}: {error}")
     sys.exit(error.code)
+
+
+def fail_usage(error: click.ClickException, *, as_json: bool) -> NoReturn:
+    """Say in click's own words what click refuses, and with `as_json` as every other error."""
+    context = getattr(error, "ctx", None)
+    if as_json:
+        _print_error(context.command_path.partition(" ")[2] if context else "", UsageError(error.format_message()))
+    error.show()
+    sys.exit(error.exit_code)
+
+
+def _print_error(verb: str, error: EvalkitError) -> None:
+    body: dict[str, Any] = {"kind": error.kind, "code": error.code, "message": error.message, "remedy": error.remedy}
+    body |= {"notes": _notes(error)} if _notes(error) else {}
+    _print_json({"format": 1, "verb": verb, "ok": False, "error": body})
+
+
+def _notes(error: EvalkitError) -> list[str]:
+    """More lines for a person: the end of an engine's log, for example."""
+    return getattr(error, "__notes__", [])
 
 
 def _print_json(value: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from evalkit.ground.result import Result
 _PATH = click.Path(path_type=Path)
 
 
-@click.command(epilog=epilog("evalkit dispatch --step 40 --from checkpoint --max-in-flight 2 --policy skip", 1, 65, 75))
+@click.command(epilog=epilog("evalkit dispatch --step 40 --from checkpoint --max-in-flight 2 --policy skip", 1, 75))
 @click.option(
     "--step", type=click.IntRange(0), help="The step; default: from the source's name, or the newest snapshot."
 )

@@ -53,7 +53,7 @@ def export_options(function: F) -> F:
     return function
 
 
-@click.command(epilog=epilog("evalkit export checkpoint-40 --step 40 --eval-hf-dir /dev/shm/run", 1, 65, 66, 74, 75))
+@click.command(epilog=epilog("evalkit export checkpoint-40 --step 40 --eval-hf-dir /dev/shm/run", 1, 66, 75))
 @click.argument("source", type=click.Path(path_type=Path))
 @click.option("--step", type=click.IntRange(0), required=True, help="The trainer's step that the weights are of.")
 @export_options

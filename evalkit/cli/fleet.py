@@ -22,7 +22,7 @@ def _paths(run_dir: Path, fleet_name: str | None, *, create: bool = False) -> Fl
     return fleet_paths(run_dir, fleet_name, create=create)
 
 
-@fleet.command(epilog=epilog("evalkit fleet up --model base --engines 2 -- --max-model-len 4096", 65, 66, 69, 75))
+@fleet.command(epilog=epilog("evalkit fleet up --model base --engines 2 -- --max-model-len 4096", 66, 69, 75))
 @click.option("--model", type=click.Path(path_type=Path), required=True, help="Directory of the boot model.")
 @click.option("--num-gpus", type=click.IntRange(1), help="GPUs in all.")
 @click.option(
@@ -92,7 +92,7 @@ def status(fleet_name: str | None, run_dir: Path) -> Result:
     return show_fleet(_paths(run_dir, fleet_name))
 
 
-@fleet.command(epilog=epilog("evalkit fleet logs --engine 0 --follow", 69))
+@fleet.command(epilog=epilog("evalkit fleet logs --engine 0 --follow"))
 @click.option("--engine", type=click.IntRange(0), help="Only this engine's.")
 @click.option("--lines", type=click.IntRange(0), default=50, show_default=True, help="Last lines to show.")
 @click.option("--follow", is_flag=True, help="Go on with what is written, until interrupted.")

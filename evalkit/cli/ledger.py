@@ -24,7 +24,7 @@ def drain(run_dir: Path, timeout: float, fail_on_skip: bool) -> Result:
     return verb.drain(run_dir, timeout, fail_on_skip=fail_on_skip)
 
 
-@click.command(epilog=epilog("evalkit status --json | jq .result.points", 65))
+@click.command(epilog=epilog("evalkit status --json | jq .result.points", 75))
 @click.option("--all", "show_all", is_flag=True, help="Show every point, not the newest alone.")
 @run_dir_option
 @command("status")
@@ -35,7 +35,7 @@ def status(run_dir: Path, show_all: bool) -> Result:
     return verb.status(run_dir, show_all=show_all)
 
 
-@click.command(epilog=epilog("evalkit gc --keep 2 --dry-run", 65, 75))
+@click.command(epilog=epilog("evalkit gc --keep 2 --dry-run", 75))
 @click.option("--keep", type=click.IntRange(0), default=2, show_default=True, help="How many settled snapshots stay.")
 @click.option("--dry-run", is_flag=True, help="Say what would be taken away, and why; change nothing.")
 @snapshot_dir_option

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
-from typing import Any
+import sys
+from collections.abc import Sequence
 
 import click
 
@@ -64,9 +66,18 @@ def cli() -> None:
     """
 
 
-def main(*args: Any, **kwargs: Any) -> None:
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line. A command exits by itself; what is left to do here is what never came to one."""
     _open_standard_descriptors()
-    cli(*args, prog_name="evalkit", **kwargs)
+    words = list(sys.argv[1:] if args is None else args)
+    try:
+        sys.exit(cli.main(words, prog_name="evalkit", standalone_mode=False))
+    except click.ClickException as error:
+        from evalkit.cli.common import fail_usage
+
+        fail_usage(error, as_json="--json" in itertools.takewhile(lambda word: word != "--", words))
+    except click.Abort:
+        sys.exit(130)
 
 
 def _open_standard_descriptors() -> None:

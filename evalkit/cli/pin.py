@@ -19,7 +19,7 @@ from evalkit.ground.errors import UsageError
 from evalkit.ground.result import Result
 
 
-@click.command(epilog=epilog("evalkit pin step_40", 1, 65, 66, 69, 75))
+@click.command(epilog=epilog("evalkit pin step_40", 1, 66, 69, 75))
 @click.argument("snapshot", required=False)
 @click.option("--dir", "directory", metavar="SNAPSHOT", help="The same as the argument.")
 @click.option("--load-timeout", type=DURATION, default="600", show_default=True, help="For one attempt's load, of two.")

@@ -14,7 +14,7 @@ from evalkit.ground.result import Result
 _PATH = click.Path(path_type=Path)
 
 
-@click.command(epilog=epilog("evalkit run step_40 --suite evals.yaml", 1, 65, 66, 69, 74, 75))
+@click.command(epilog=epilog("evalkit run step_40 --suite evals.yaml", 1, 66, 69, 75))
 @click.argument("snapshot", required=False)
 @click.option("--dir", "directory", metavar="SNAPSHOT", help="The same as the argument.")
 @click.option("--suite", type=_PATH, envvar="EVALKIT_SUITE", help="The eval suite. [env: EVALKIT_SUITE]")

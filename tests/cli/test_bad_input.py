@@ -96,6 +96,31 @@ def test_a_mistake_gets_one_clear_line(place: Path, tmp_path: Path, mistake: str
         assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "verb", "fragment"),
+    [
+        (["status", "--nonsense", "--json"], "status", "--nonsense"),
+        (["export", "--json"], "export", "SOURCE"),
+        (["fleet", "up", "--json", "--model", "x", "--engines", "none"], "fleet up", "--engines"),
+        (["nothing", "--json"], "", "nothing"),
+    ],
+)
+def test_json_has_what_the_parser_refuses(
+    place: Path, tmp_path: Path, words: list[str], verb: str, fragment: str
+) -> None:
+    done = call(place, tmp_path / "run", words)
+    answer = json.loads(done.stdout)
+    assert (answer["format"], answer["verb"], answer["ok"]) == (1, verb, False)
+    assert (answer["error"]["kind"], answer["error"]["code"], done.returncode) == ("usage", 2, 2)
+    assert fragment in answer["error"]["message"]
+    assert fragment in done.stderr
+
+
+def test_json_for_vllm_is_no_flag_of_evalkit(place: Path, tmp_path: Path) -> None:
+    done = call(place, tmp_path / "run", ["fleet", "up", "--engines", "none", "--", "--json"])
+    assert (done.returncode, done.stdout) == (2, "")
+
+
 def test_json_has_the_error_too(place: Path, tmp_path: Path) -> None:
     done = call(place, tmp_path / "run", ["export", "gone", "--step", "1", "--json"])
     answer = json.loads(done.stdout)

@@ -276,11 +276,12 @@ def test_a_signal_ends_it_and_frees_the_fleet(place: Place, signum: int, code: i
     place.run("step_40")
     place.fleet.faults(hang=True)
     output = place.root / "out"
-    process = place.start("step_40", "--output", output)
+    process = place.start("step_40", "--output", output, "--json")
     place.fleet.engines[1].wait("in_flight", 5)
     os.kill(process.pid, signum)
-    _, errors = process.communicate(timeout=30)
+    answer, errors = process.communicate(timeout=30)
     assert process.returncode == code, errors
+    assert json.loads(answer)["error"]["code"] == code
     assert "Traceback" not in errors
     assert not (output / "metrics.json").exists()
     place.fleet.faults(clear=True)

@@ -160,7 +160,7 @@ def test_the_snapshot_of_an_attempt_in_flight_is_not_replaced(run: Run, fleet: F
 
 
 def test_an_export_runs_without_torch_in_the_process(exports: Exports, source: Path) -> None:
-    script = "import sys; from evalkit.cli.main import main; main(standalone_mode=False)"
+    script = "import sys; from evalkit.cli.main import main; main()"
     check = f"""
 import sys
 try:
