@@ -128,6 +128,8 @@ def read_index(directory: Path) -> dict[str, str]:
         DataError: it is not valid.
     """
     path = directory / INDEX_NAME
+    if not path.is_file():
+        raise DataError(f"{path} is no regular file")
     try:
         weight_map = json.loads(path.read_bytes())["weight_map"]
         if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):

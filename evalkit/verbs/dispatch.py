@@ -18,6 +18,7 @@ from evalkit.ground.result import Result
 from evalkit.ground.schema import ActiveRecord, Outcome
 from evalkit.state import attempts, points
 from evalkit.state.run import find_run, fleet_name, remember, snapshot_dir_of
+from evalkit.state.snapshot import claim_snapshot_dir
 from evalkit.verbs.admitting import Admission, Bid, admit
 from evalkit.verbs.due import Due, find_due
 from evalkit.verbs.exporting import digest_of_due, export_due
@@ -111,7 +112,9 @@ def _bid(request: DispatchRequest) -> Bid | None:
         return None
     if record is None or record.suite != suite:
         _check_new_suite(Path(suite))
-    remember(request.run_dir, snapshot_dir=request.snapshot_dir, suite=request.suite, fleet=request.fleet)
+    record = remember(request.run_dir, snapshot_dir=request.snapshot_dir, suite=request.suite, fleet=request.fleet)
+    if due.source is not None and due.snapshot_dir is not None:
+        claim_snapshot_dir(due.snapshot_dir, record.run_id, request.run_dir)
     return Bid(
         run=run,
         due=due,

@@ -15,14 +15,15 @@ from pathlib import Path
 from evalkit.decisions import outcomes
 from evalkit.decisions.admission import LiveAttempt
 from evalkit.ground.errors import EvalkitError, StorageError
-from evalkit.ground.layout import AttemptPaths, RunPaths
+from evalkit.ground.layout import AttemptPaths, RunPaths, SnapshotPaths
 from evalkit.ground.locks import locked
 from evalkit.ground.processes import kill, this_process
 from evalkit.ground.schema import ActiveRecord, Outcome
 from evalkit.state import attempts, points
 from evalkit.state.metrics_log import append_row
-from evalkit.state.retirement import read_export_id
+from evalkit.state.retirement import empty_trash, read_export_id
 from evalkit.state.run import LOCK_TIMEOUT
+from evalkit.state.snapshot import is_owned
 from evalkit.state.staging import sweep_incoming
 from evalkit.verbs.retiring import retire_settled
 
@@ -60,8 +61,11 @@ class Look:
 
 
 @contextmanager
-def ledger(run: RunPaths, timeout: float = LOCK_TIMEOUT) -> Iterator[Look]:
+def ledger(run: RunPaths, timeout: float = LOCK_TIMEOUT, *, delete: bool = False) -> Iterator[Look]:
     """Hold the ledger lock and look; attempts that are found dead are finished once the lock is free again.
+
+    Args:
+        delete: see `finish`.
 
     Raises:
         BusyError: the ledger was not free in time.
@@ -71,20 +75,21 @@ def ledger(run: RunPaths, timeout: float = LOCK_TIMEOUT) -> Iterator[Look]:
         with locked(run.ledger_lock, timeout, what="the ledger"):
             attempts.sweep_preparations(run)
             for paths in attempts.list_attempts(run):
-                _inspect(paths, look)
+                _inspect_or_leave(paths, look)
             yield look
     finally:
-        problems = [try_finish(ended) for ended in look.ended] + [_try_row(run, outcome) for outcome in look.settled]
+        problems = [try_finish(ended, delete=delete) for ended in look.ended]
+        problems += [_try_row(run, outcome) for outcome in look.settled]
         look.unfinished += [problem for problem in problems if problem]
 
 
-def try_finish(ended: Ended) -> str | None:
+def try_finish(ended: Ended, *, delete: bool = False) -> str | None:
     """Finish, or leave it for the next command: the outcome is safe, and a trainer must not fail of this.
 
     Returns what kept it from being finished.
     """
     try:
-        finish(ended)
+        finish(ended, delete=delete)
     except (OSError, EvalkitError) as error:
         return f"{ended.paths.name} is settled, but not finished: {error}"
     return None
@@ -104,9 +109,17 @@ def mend(run: RunPaths, timeout: float = LOCK_TIMEOUT) -> Look:
     Raises:
         BusyError: the ledger was not free in time.
     """
-    with ledger(run, timeout) as look:
+    with ledger(run, timeout, delete=True) as look:
         pass
     return look
+
+
+def _inspect_or_leave(paths: AttemptPaths, look: Look) -> None:
+    """Inspect; one attempt that cannot be read or settled now must not keep others from being admitted."""
+    try:
+        _inspect(paths, look)
+    except (OSError, EvalkitError) as error:
+        look.unfinished.append(f"{paths.name} is left as it is: {error}")
 
 
 def _inspect(paths: AttemptPaths, look: Look) -> None:
@@ -115,10 +128,14 @@ def _inspect(paths: AttemptPaths, look: Look) -> None:
         _inspect_debris(paths, record, look)
         return
     fd = attempts.claim(paths.lock)
-    if fd is not None:
-        look.ended.append(Ended(paths, _settle_dead(paths, record), fd, record))
-    else:
+    if fd is None:
         _inspect_held(paths, record, look)
+        return
+    try:
+        look.ended.append(Ended(paths, _settle_dead(paths, record), fd, record))
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 def _inspect_debris(paths: AttemptPaths, record: ActiveRecord | None, look: Look) -> None:
@@ -210,16 +227,28 @@ def end_owner(paths: AttemptPaths, signum: int = signal.SIGKILL) -> bool:
     return worker is not None and worker.pid != os.getpid() and kill(worker, signum)
 
 
-def finish(ended: Ended) -> None:
-    """After the outcome: the row, the snapshot given back, and the attempt no longer in flight."""
+def finish(ended: Ended, *, delete: bool = False) -> None:
+    """After the outcome: the row, the snapshot given back, and the attempt no longer in flight.
+
+    Args:
+        delete: delete what was given back too, which takes as long as snapshots are large: not for a trainer.
+    """
     run = ended.paths.run
     try:
         append_row(run, ended.outcome)
         points.sweep_temporaries(ended.paths)
         if ended.record is not None and ended.record.snapshot_dir is not None:
-            sweep_incoming(Path(ended.record.snapshot_dir))
-            retire_settled(run, Path(ended.record.snapshot_dir), ended.record.keep, finishing=ended.paths)
+            _give_back(run, Path(ended.record.snapshot_dir), ended.record.keep, ended.paths, delete=delete)
         attempts.remove(ended.paths)
     finally:
         if ended.lock_fd is not None:
             os.close(ended.lock_fd)
+
+
+def _give_back(run: RunPaths, snapshot_dir: Path, keep: int, finishing: AttemptPaths, *, delete: bool) -> None:
+    if not is_owned(run, snapshot_dir):
+        return
+    sweep_incoming(snapshot_dir)
+    retire_settled(run, snapshot_dir, keep, finishing=finishing)
+    if delete:
+        empty_trash(SnapshotPaths(snapshot_dir))

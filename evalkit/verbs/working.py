@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -58,7 +58,7 @@ def work(paths: AttemptPaths, lock_fd: int, order: Mapping[str, Any]) -> None:
     outcome = points.read_outcome(paths.outcome)
     if outcome is not None:
         log.info("%s %s %s", outcome.outcome, outcome.reason or "", outcome.detail)
-        finish(Ended(paths, outcome, lock_fd, record))
+        finish(Ended(paths, outcome, lock_fd, record), delete=True)
 
 
 def _terminated(signum: int, frame: object) -> NoReturn:
@@ -149,23 +149,29 @@ async def _pin_and_evaluate(
     return proof, dict(evaluation.metrics)
 
 
-async def _watched(work: Coroutine[Any, Any, T], check: Any, record: ActiveRecord) -> T:
-    """Run `work` until it ends, until `check` raises, or until the attempt's deadline.
+async def _watched(work: Coroutine[Any, Any, T], check: Callable[[], None], record: ActiveRecord) -> T:
+    """Run `work` until it ends, until `check` raises, until SIGTERM, or until the attempt's deadline.
 
     Raises:
+        Terminated: SIGTERM came. A handler that raises would be lost in a callback of the event loop.
         TimeoutError: the deadline came first.
     """
-    async with asyncio.timeout(max(record.deadline - time.time(), 0.0)):
-        working = asyncio.ensure_future(work)
-        try:
+    terminated = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminated.set)
+    working, signalled = asyncio.ensure_future(work), asyncio.ensure_future(terminated.wait())
+    try:
+        async with asyncio.timeout(max(record.deadline - time.time(), 0.0)):
             while not working.done():
-                await asyncio.wait([working], timeout=LOOK_EVERY)
+                await asyncio.wait([working, signalled], timeout=LOOK_EVERY, return_when=asyncio.FIRST_COMPLETED)
+                if terminated.is_set():
+                    raise Terminated
                 check()
             return working.result()
-        finally:
-            if not working.done():
-                working.cancel()
-                await asyncio.gather(working, return_exceptions=True)
+    finally:
+        signalled.cancel()
+        working.cancel()
+        await asyncio.gather(working, signalled, return_exceptions=True)
+        signal.signal(signal.SIGTERM, _terminated)
 
 
 def _landed(

@@ -262,6 +262,25 @@ def test_a_step_whose_worker_is_still_finishing_waits_for_it(run: Run, fleet: Fa
     assert run.outcomes() == {"40.1": "landed", "40.2": "landed"}
 
 
+def test_a_terminated_worker_is_cancelled(run: Run, fleet: FakeFleet) -> None:
+    for step in (1, 2, 3):
+        fleet.faults(hold=True)
+        run.dispatch("--step", step, "--from", run.checkpoint(float(step)))
+        fleet.engines[0].wait("in_flight")
+        os.kill(json.loads((run.paths.attempt(step, 1).results / "worker.json").read_text())["pid"], signal.SIGTERM)
+        drain(run)
+        fleet.faults(hold=None, release=True)
+    assert set(run.outcomes().values()) == {"cancelled"}
+    assert run.leftovers() == []
+
+
+def test_the_snapshot_directory_of_another_run_is_refused(run: Run, fleet: FakeFleet) -> None:
+    run.call("export", run.checkpoint(1.0), "--step", 1, EVALKIT_RUN_DIR=str(run.root / "another"))
+    done = run.call("dispatch", "--step", 2, "--from", run.checkpoint(2.0), code=2)
+    assert str(run.root / "another") in done.stderr
+    assert run.outcomes() == {}
+
+
 def test_cancel_leaves_the_trainers_own_command_alone(run: Run, fleet: FakeFleet) -> None:
     note = run.root / "note"
     spec = fault("command", "evalkit.state.staging:Staging.publish", "before", note, "hold")
