@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -15,15 +14,13 @@ import msgspec
 from evalkit import __version__
 from evalkit.adapters.sidecars import Sidecars
 from evalkit.decisions.shards import Written, byte_size
-from evalkit.ground.errors import ExportError, StorageError
+from evalkit.ground.errors import ExportError, StorageError, is_full
 from evalkit.ground.files import write_atomic
 from evalkit.ground.layout import SnapshotPaths
 from evalkit.ground.schema import Manifest
 from evalkit.ground.tensors import INDEX_NAME, digest_of, encode_index, read_headers
 from evalkit.state.snapshot import Snapshot, claim_snapshot_dir, hash_directory, open_snapshot
 from evalkit.state.staging import InUse, check_replaceable, staging
-
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def nobody(snapshot: Snapshot) -> str | None:
@@ -173,6 +170,6 @@ def storage_errors(directory: Path) -> Iterator[None]:
     except OSError as error:
         where = f" ({error.filename})" if error.filename else f" ({directory})"
         text = f"{error.strerror or error}{where}"
-        if error.errno in _FULL:
+        if is_full(error):
             raise StorageError(text, "free some space, or keep fewer snapshots", "no_space") from error
         raise StorageError(text, reason="export_failed") from error

@@ -102,7 +102,7 @@ def test_slurm_names_the_life() -> None:
     assert incarnations.name_from_environment({}) is None
 
 
-def facts(step: int, incarnation: int = 1, **other: bool) -> SnapshotFacts:
+def facts(step: int, incarnation: int = 1, **other: bool | None) -> SnapshotFacts:
     values = {"complete": True, "ours": True, "settled": True, "active": False, "loaded": False, **other}
     return SnapshotFacts(f"step_{step}", step, incarnation, f"id{step}", **values)
 
@@ -121,10 +121,10 @@ def test_the_newest_life_comes_first() -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [{"ours": False}, {"active": True}, {"loaded": True}, {"settled": False}],
-    ids=lambda other: next(iter(other)),
+    [{"ours": False}, {"active": True}, {"loaded": True}, {"loaded": None}, {"settled": False}],
+    ids=str,
 )
-def test_what_is_never_retired(other: dict[str, bool]) -> None:
+def test_what_is_never_retired(other: dict[str, bool | None]) -> None:
     assert retired([facts(1, **other), facts(2), facts(3)], 0) == ["step_2"]
 
 
