@@ -84,7 +84,7 @@ def _indexed(path: Path) -> tuple[Path, ...]:
     try:
         names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         files = [path / name for name in names if Path(name).name == name]
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(f"{index} is not a valid index: {error}") from error
     if len(files) != len(names):
         raise DataError(f"{index} names a file outside its directory")

@@ -99,7 +99,8 @@ def load_state_dict(path: Path) -> dict[str, Tensor]:
         what = found[1] if found else "something else"
         raise DataError(f"{path} holds other objects than tensors: {what}", "save model.state_dict() alone") from error
     except (RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise DataError(f"{path} is cut or no torch file: {str(error).splitlines()[0]}") from error
+        why = str(error).partition("\n")[0] or type(error).__name__
+        raise DataError(f"{path} is cut or no torch file: {why}") from error
     if not isinstance(state, dict):
         raise DataError(f"{path} holds a {type(state).__name__}, not a state dict", "save model.state_dict() alone")
     for name, value in state.items():

@@ -26,6 +26,7 @@ MISTAKES: dict[str, tuple[list[str], int, str]] = {
     "export with a base that is not there": (["export", *FILE, "--base", "no/base"], 66, "no/base"),
     "export without a base": (["export", *FILE], 65, "--base"),
     "export of a pickle": (["export", "evil.pt", "--step", "1", "--base", "good"], 65, "evil.pt"),
+    "export of an empty torch file": (["export", "empty.pt", "--step", "1", "--base", "good"], 65, "empty.pt"),
     "export to an unknown dtype": (["export", "good", "--step", "1", "--dtype", "int3"], 2, "int3"),
     "export with a shard size that is none": (["export", "good", "--step", "1", "--shard-size", "big"], 2, "big"),
     "fleet up without a model": (["fleet", "up", "--engines", "1"], 2, "--model"),
@@ -65,6 +66,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "empty").mkdir()
     (root / "empty" / "config.json").write_text("{}")
     (root / "evil.pt").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    (root / "empty.pt").touch()
     (root / "d.jsonl").write_text('{"input": "a", "label": "b"}\n')
     (root / "broken.yaml").write_text("eval: [")
     (root / "ok.yaml").write_text("eval:\n  datasets:\n    d: {path: d.jsonl, rm_type: exact}\n")
