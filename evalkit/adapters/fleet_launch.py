@@ -17,7 +17,7 @@ import msgspec
 
 from evalkit.adapters import launcher
 from evalkit.adapters.engine import EngineClient, EngineFailedError, connect
-from evalkit.adapters.engine_processes import stop_engines
+from evalkit.adapters.engine_processes import stop_engines, tmp_name
 from evalkit.adapters.launcher import Launched
 from evalkit.ground.errors import BusyError, UnavailableError
 from evalkit.ground.layout import FleetPaths
@@ -237,7 +237,7 @@ def _noted(start: _Start, engine: EngineRecord, message: str) -> UnavailableErro
 def renewed(engine: EngineRecord, *, keep_port: bool = True) -> EngineRecord:
     """The same engine with a new identity, to be started again."""
     engine_id = secrets.token_hex(8)
-    tmp = str(Path(engine.tmp).with_name(f"evalkit-{engine_id}")) if engine.tmp else ""
+    tmp = str(Path(engine.tmp).with_name(tmp_name(engine_id))) if engine.tmp else ""
     url = engine.url if keep_port else launcher.engine_url(_host(engine), 0)
     return msgspec.structs.replace(engine, engine_id=engine_id, tmp=tmp, url=url, process=None)
 
@@ -263,18 +263,20 @@ async def restart_engines(
         _require_wanted(record)
         ailing = {engine.engine_id for engine in engines}
         current = [engine for engine in record.engines if engine.engine_id in ailing]
-        _require_here(current)
+        require_here(current)
         await asyncio.to_thread(stop_engines, current)
         await start_and_wait(paths, [renewed(engine) for engine in current], timeout=timeout)
     finally:
         os.close(lock)
 
 
-def _require_here(engines: Sequence[EngineRecord]) -> None:
+def require_here(engines: Sequence[EngineRecord]) -> None:
+    """Raises UnavailableError when one of these engines, to be started or stopped, runs on another host."""
     for engine in engines:
         if engine.process and engine.process.host != this_process().host:
-            where = f"engine {engine.index} needs a restart and runs on {engine.process.host}"
-            raise UnavailableError(where, "run evalkit fleet up there")
+            raise UnavailableError(
+                f"engine {engine.index} runs on {engine.process.host}", "start and stop the fleet's engines there"
+            )
 
 
 async def _launch_lock(paths: FleetPaths, timeout: float) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
+from yaml.constructor import SafeConstructor
 
 from evalkit.adapters.scorers import check_name
 from evalkit.ground.errors import DataError, UsageError
@@ -151,10 +152,6 @@ _REQUIRED = ("name", "path", "rm_type")
 _OWN = ("name", "path")  # fields that no default can give
 
 
-class _Constructor(yaml.constructor.SafeConstructor):
-    """Makes Python values of the nodes that `yaml.compose` gives, which still know their lines."""
-
-
 class _SuiteReader:
     """Reads one suite file; every message names the file and the line."""
 
@@ -219,7 +216,7 @@ class _SuiteReader:
         known = tuple(f.name for f in fields(Dataset) if f.name not in refused)
         values = {}
         for key, item in self.entries(node, where, known).items():
-            value = _Constructor().construct_document(item)
+            value = SafeConstructor().construct_document(item)
             if value is not None:
                 values[key] = self.check(item, f"{where}.{key}", _CHECKS[key], value)
         return values
@@ -234,7 +231,7 @@ class _SuiteReader:
         if not isinstance(node, yaml.MappingNode):
             self.fail(node, f"{where} must be a mapping")
         own = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-        _Constructor().flatten_mapping(node)  # what `<<` merges in comes first, so that the mapping's own wins
+        SafeConstructor().flatten_mapping(node)  # what `<<` merges in comes first, so that the mapping's own wins
         found: dict[str, yaml.Node] = {}
         for key, value in node.value:
             name = str(key.value)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -81,9 +79,3 @@ def read_struct(path: Path, kind: type[T], what: str) -> T:
 
 def write_struct(path: Path, value: msgspec.Struct, *, mode: int = 0o666) -> None:
     write_atomic(path, msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n", mode=mode)
-
-
-def ignoring_missing(action: Callable[[], object]) -> None:
-    """Run `action`; a file that is already gone is what was wanted."""
-    with contextlib.suppress(FileNotFoundError):
-        action()

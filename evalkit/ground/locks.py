@@ -82,13 +82,13 @@ def is_held(path: Path) -> bool:
 
 
 @contextmanager
-def locked(path: Path, timeout: float, *, shared: bool = False, what: str = "") -> Iterator[int]:
+def locked(path: Path, timeout: float, *, what: str = "") -> Iterator[int]:
     """Hold the lock file at `path`, waiting at most `timeout` seconds for it.
 
     Raises:
         BusyError: it was not free in time.
     """
-    fd = wait_locked(path, timeout, shared=shared, what=what)
+    fd = wait_locked(path, timeout, what=what)
     try:
         yield fd
     finally:

@@ -55,7 +55,6 @@ class SnapshotId(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str | None = None
     incarnation: int = 0
     digest: str
-    total_bytes: int = 0
     hashes: dict[str, str] = {}
 
 

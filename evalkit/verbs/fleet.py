@@ -16,7 +16,7 @@ import msgspec
 
 from evalkit.adapters import launcher
 from evalkit.adapters.engine_processes import stop_engines
-from evalkit.adapters.fleet_launch import Progress, renewed, start_and_wait
+from evalkit.adapters.fleet_launch import Progress, renewed, require_here, start_and_wait
 from evalkit.adapters.gpus import choosing, claimed_gpus, list_gpus
 from evalkit.decisions.placement import choose_gpus, parse_visible, split_cores
 from evalkit.ground.errors import UnavailableError, UsageError
@@ -104,8 +104,9 @@ def fleet_up(
     """Start the fleet and wait until each engine is up; what runs already as asked for stays.
 
     Raises:
-        UsageError: the fleet is up with another launch line, or on another host.
-        UnavailableError: no vLLM, too few free GPUs, or an engine that died or was not up in time.
+        UsageError: the fleet is up with another launch line.
+        UnavailableError: the fleet is up on another host, no vLLM, too few free GPUs, or an engine that died or was not
+            up in time.
         BusyError: another start or stop of the fleet took longer than `timeout`.
     """
     launcher.check_vllm()
@@ -142,7 +143,7 @@ def _start_missing(
 def _running(paths: FleetPaths, request: LaunchRequest) -> list[EngineRecord]:
     """The engines that run already as asked for; where there is none, remains of an earlier fleet are cleared away."""
     record = change_fleet(paths, lambda record: record)
-    _require_here(record)
+    require_here(record.engines)
     if record.state != "down":
         running = [engine for engine in record.engines if engine.process and is_alive(engine.process)]
         if running and not _is_as_asked(record, request):
@@ -152,13 +153,6 @@ def _running(paths: FleetPaths, request: LaunchRequest) -> list[EngineRecord]:
             return running
     stop_engines(record.engines)
     return []
-
-
-def _require_here(record: FleetRecord) -> None:
-    """Raises UsageError when the fleet's engines run on another host."""
-    hosts = {engine.process.host for engine in record.engines if engine.process} - {this_process().host}
-    if hosts:
-        raise UsageError(f"the engines of fleet {record.name} run on {', '.join(sorted(hosts))}", "run this there")
 
 
 def _is_as_asked(record: FleetRecord, request: LaunchRequest) -> bool:
@@ -254,11 +248,10 @@ def fleet_down(paths: FleetPaths, *, timeout: float) -> Result:
     """End every process of the fleet; waits for nobody who uses it.
 
     Raises:
-        UnavailableError: there is no such fleet, or a process that does not end.
-        UsageError: its engines run on another host.
+        UnavailableError: there is no such fleet, its engines run on another host, or a process does not end.
         BusyError: another start or stop of the fleet took longer than `timeout`.
     """
-    _require_here(load_fleet(paths))
+    require_here(load_fleet(paths).engines)
     # At once, so that a start under way gives up and a holder finds itself replaced.
     record = change_fleet(
         paths, lambda record: msgspec.structs.replace(record, state="down", epoch=record.epoch + 1, holder=None)

@@ -16,6 +16,7 @@ from evalkit.adapters.sidecars import Sidecars
 from evalkit.decisions.shards import Written, byte_size
 from evalkit.ground.errors import ExportError, StorageError, is_full
 from evalkit.ground.files import write_atomic
+from evalkit.ground.ids import new_id
 from evalkit.ground.layout import SnapshotPaths
 from evalkit.ground.schema import Manifest
 from evalkit.ground.tensors import INDEX_NAME, digest_of, encode_index, read_headers
@@ -121,7 +122,7 @@ def make_snapshot(
         write: puts the weight files into a directory.
     """
     began = time.monotonic()
-    export_id = to.export_id or os.urandom(16).hex()
+    export_id = to.export_id or new_id()
     with staging(to.snapshot_dir, export_id) as stage:
         written = write(stage.path)
         total = sum(byte_size(dtype, shape) for dtype, shape, _ in written.tensors.values())

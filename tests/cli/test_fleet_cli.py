@@ -11,10 +11,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from evalkit.ground.locks import locked
 from evalkit.ground.processes import is_alive, start_time
+from evalkit.state.fleet import change_fleet
 from tests.fleets import FAKE_GPU_BUILD, FAKE_VLLM, FleetCommands, fake_nvidia_smi, kill_server, mode_of, wait_until
 
 pytestmark = pytest.mark.timeout(120)
@@ -422,6 +424,20 @@ def test_up_refuses(fleets: FleetCommands, words: list[str], code: int, message:
 @pytest.mark.parametrize("words", [["fleet", "status"], ["fleet", "down"], ["probe"], ["pin", "./model"]])
 def test_without_a_fleet(fleets: FleetCommands, words: list[str]) -> None:
     assert "there is no fleet eval" in fleets.call(*words, code=69).stderr
+
+
+def test_engines_on_another_host_are_left_alone(fleets: FleetCommands) -> None:
+    fleets.up()
+    here = fleets.record()
+    (engine,) = here.engines
+    assert engine.process is not None
+    process = msgspec.structs.replace(engine.process, host="other-node")
+    engines = [msgspec.structs.replace(engine, process=process)]
+    change_fleet(fleets.paths(), lambda record: msgspec.structs.replace(record, engines=engines))
+    told = "engine 0 runs on other-node; start and stop the fleet's engines there"
+    assert told in fleets.up(code=69).stderr
+    assert told in fleets.call("fleet", "down", code=69).stderr
+    change_fleet(fleets.paths(), lambda record: here)
 
 
 def test_a_damaged_record_is_named(fleets: FleetCommands) -> None:
