@@ -104,6 +104,8 @@ async def pin_engines(
             return await _attempt(hold, target, load_timeout, drain_timeout)
         except _Failed as error:
             failed = error
+    # Some may have loaded it, others not: of the fleet as a whole nothing is proved any more.
+    hold.change(lambda record: msgspec.structs.replace(record, pinned=None, pinned_export_id=None))
     raise failed.final()
 
 

@@ -109,7 +109,9 @@ def test_a_load_that_breaks_is_tried_again_on_a_new_engine(fleets: FleetCommands
 
 def test_a_load_that_always_breaks_makes_the_fleet_unavailable(fleets: FleetCommands, snapshot: Path) -> None:
     fleets.up("--fault", '{"pin_break": true}')
+    change_fleet(fleets.paths(), lambda record: msgspec.structs.replace(record, pinned="another"))
     assert "the load failed after its first weight" in fleets.call("pin", str(snapshot), code=69).stderr
+    assert fleets.record().pinned is None
 
 
 def test_a_load_that_hangs_is_given_up_and_the_engine_restarted(
