@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from evalkit.cli.common import DURATION, command, epilog, fleet_option, progress, run_dir_option
+from evalkit.ground.errors import UsageError
 from evalkit.ground.layout import FleetPaths
 from evalkit.ground.result import Result
 
@@ -104,6 +105,8 @@ def logs(engine: int | None, lines: int, follow: bool, fleet_name: str | None, r
     from evalkit.verbs.fleet_status import fleet_logs, follow_logs
 
     paths = _paths(run_dir, fleet_name)
+    if follow and click.get_current_context().params["as_json"]:
+        raise UsageError("--follow and --json exclude each other", "one object has an end")
     if follow:
         for line in follow_logs(paths, engine=engine, lines=lines):
             click.echo(line)

@@ -367,6 +367,10 @@ def test_status_tells_how_each_engine_is(fleets: FleetCommands) -> None:
     assert [engine["index"] for engine in engines] == [0, 1, 2]
 
 
+def test_logs_that_go_on_are_no_object(fleets: FleetCommands) -> None:
+    assert "exclude each other" in fleets.call("fleet", "logs", "--follow", "--json", code=2).stderr
+
+
 def test_logs_show_their_end(fleets: FleetCommands) -> None:
     fleets.up(engines=2)
     assert "[0] starting" in fleets.call("fleet", "logs").stdout
