@@ -22,6 +22,7 @@ from evalkit.ground.schema import ActiveRecord, FleetRecord, Outcome, SnapshotId
 from evalkit.state import attempts
 from evalkit.state.run import remember
 from evalkit.state.snapshot import claim_snapshot_dir, known_digest, open_snapshot
+from evalkit.verbs.retiring import retire_settled
 from evalkit.verbs.snapshot_making import ExportResult
 from evalkit.verbs.snapshot_users import is_settled
 from tests.fakes import tiny_snapshot
@@ -105,6 +106,7 @@ def test_nothing_is_deleted_in_a_directory_that_is_not_the_runs(place: Place, tm
     before = sorted(theirs.root.rglob("*"))
     for words in ([], ["--dry-run"]):
         assert "theirs is not this run's" in place.gc(*words, snapshot_dir=theirs.root)
+    assert retire_settled(place.run, theirs.root, 0) == []
     assert sorted(theirs.root.rglob("*")) == before
 
 
