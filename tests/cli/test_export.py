@@ -382,5 +382,7 @@ def test_debris_of_a_killed_export_is_swept_by_the_next(exports: Exports, model:
     debris = exports.paths.incoming / "dead"
     debris.mkdir(parents=True)
     (debris / "model.safetensors").write_bytes(b"half")
+    exports.paths.locks.mkdir()
+    exports.paths.lock("dead").touch()
     exports.call(model)
     assert exports.leftovers() == []
