@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 import click
 import msgspec
 
-from evalkit.ground.errors import EvalkitError, StorageError, UsageError
+from evalkit.ground.errors import FULL, EvalkitError, StorageError, UsageError
 from evalkit.ground.result import Result
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -130,7 +130,7 @@ def command(verb: str) -> Callable[[Callable[..., Result]], Callable[..., None]]
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
     """Gives a function that shows how far a command is, on a terminal; elsewhere it shows nothing."""
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():  # None: the caller has closed it
         yield lambda text: None
         return
     from rich.console import Console
@@ -165,7 +165,7 @@ def _broken_pipe() -> NoReturn:
 
 def _io_failure(error: OSError) -> EvalkitError:
     where = f" ({error.filename})" if error.filename else ""
-    remedy = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+    remedy = "free some space" if error.errno in FULL else ""
     return StorageError(f"{error.strerror or error}{where}", remedy)
 
 
