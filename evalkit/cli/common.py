@@ -130,7 +130,7 @@ def command(verb: str) -> Callable[[Callable[..., Result]], Callable[..., None]]
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
     """Gives a function that shows how far a command is, on a terminal; elsewhere it shows nothing."""
-    if sys.stderr is None or not sys.stderr.isatty():  # None: the caller has closed it
+    if not sys.stderr.isatty():
         yield lambda text: None
         return
     from rich.console import Console
