@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import click
 
-from evalkit.cli.common import DURATION, command, epilog, fleet_option, run_dir_option, snapshot_dir_option
+from evalkit.cli.common import DURATION, command, epilog, fleet_option, progress, run_dir_option, snapshot_dir_option
 from evalkit.cli.export import export_options
 from evalkit.ground.result import Result
 
@@ -89,4 +89,6 @@ def dispatch(
 
     settings = {"concurrency": concurrency, "load_timeout": load_timeout}
     export = {"base": base, "dtype": dtype, "copy": copy, "shard_size": shard_size}
-    return verb(DispatchRequest(fleet=fleet_name, policy=policy, settings=settings, export=export, **options))
+    request = DispatchRequest(fleet=fleet_name, policy=policy, settings=settings, export=export, **options)
+    with progress() as say:
+        return verb(request, say)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from evalkit.cli.common import DURATION, command, epilog, run_dir_option, snapshot_dir_option
+from evalkit.cli.common import DURATION, command, epilog, progress, run_dir_option, snapshot_dir_option
 from evalkit.ground.result import Result
 
 
@@ -21,7 +21,8 @@ def drain(run_dir: Path, timeout: float, fail_on_skip: bool) -> Result:
     """Wait until everything that is in flight now is settled; print the outcomes since the last drain."""
     from evalkit.verbs import drain as verb
 
-    return verb.drain(run_dir, timeout, fail_on_skip=fail_on_skip)
+    with progress() as say:
+        return verb.drain(run_dir, timeout, fail_on_skip=fail_on_skip, say=say)
 
 
 @click.command(epilog=epilog("evalkit status --json | jq .result.points", 75))

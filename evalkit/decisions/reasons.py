@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from evalkit.ground.errors import BusyError, DataError, EvalkitError, UsageError, is_full
+from evalkit.ground.errors import FULL, BusyError, DataError, EvalkitError, UsageError
 
 
 def of_export(error: EvalkitError | OSError) -> str:
@@ -19,4 +19,4 @@ def of_export(error: EvalkitError | OSError) -> str:
 
 
 def of_storage(error: OSError, otherwise: str) -> str:
-    return "no_space" if is_full(error) else otherwise
+    return "no_space" if error.errno in FULL else otherwise

@@ -116,9 +116,8 @@ class BusyError(EvalkitError):
     default_reason = "busy"
 
 
-def is_full(error: OSError) -> bool:
-    """Whether a write failed for want of room: the disk, a quota, or a limit on the size of a file."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# The errnos of a write that failed for want of room: the disk, a quota, or a limit on the size of a file.
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class EvalSkip(Exception):  # noqa: N818  (a skip is an outcome, not an error)

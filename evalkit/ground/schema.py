@@ -165,6 +165,7 @@ class MetricsRow(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     outcome: Literal["landed", "skipped"]
     reason: str | None = None
+    detail: str = ""
     time: float
     metrics: dict[str, float | int | None]
 

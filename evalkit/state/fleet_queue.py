@@ -97,19 +97,45 @@ def hold_fleet(
         check: called while waiting; what it raises ends the wait.
 
     Raises:
-        UnavailableError: there is no such fleet.
-        BusyError: the fleet was not free in time.
+        UnavailableError: there is no such fleet, or it is down.
+        BusyError: the fleet was not up and free in time.
     """
-    load_fleet(paths)
+    deadline = time.monotonic() + timeout
+    _wait_until_up(paths, deadline, timeout, check)
     ticket = _Ticket.publish(paths, place or f"{0:06d}.{time.time_ns():020d}", outcome)
     try:
-        lock, hold = _wait_for_turn(ticket, time.monotonic() + timeout, timeout, check)
+        lock, hold = _wait_for_turn(ticket, deadline, timeout, check)
         try:
             yield hold
         finally:
             os.close(lock)
     finally:
         ticket.withdraw()
+
+
+def require_fleet(paths: FleetPaths) -> FleetRecord:
+    """The record of a fleet that is up, or on its way there.
+
+    Raises:
+        UnavailableError: there is no such fleet, or it is down, or whoever started it died.
+    """
+    record = load_fleet(paths)
+    if record.state == "starting" and not is_held(paths.launch_lock):
+        record = load_fleet(paths)  # the start may have ended between the two looks
+        if record.state == "starting":
+            raise UnavailableError(f"fleet {paths.name} was left half started", "start it with evalkit fleet up")
+    if record.state == "down":
+        raise UnavailableError(f"fleet {paths.name} is down", "start it with evalkit fleet up")
+    return record
+
+
+def _wait_until_up(paths: FleetPaths, deadline: float, timeout: float, check: Callable[[], None] | None) -> None:
+    while require_fleet(paths).state != "up":
+        if check:
+            check()
+        if time.monotonic() >= deadline:
+            raise BusyError(f"fleet {paths.name} was still starting after {timeout:g} s", "try again later")
+        time.sleep(POLL)
 
 
 @dataclass(frozen=True)

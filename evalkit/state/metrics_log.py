@@ -32,6 +32,7 @@ def row_of(outcome: Outcome) -> MetricsRow:
         attempt=outcome.attempt,
         outcome=outcome.outcome,
         reason=outcome.reason,
+        detail=outcome.detail,
         time=outcome.settled_at,
         metrics=metrics,
     )

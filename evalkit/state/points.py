@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from evalkit.ground.errors import DataError, is_full
+from evalkit.ground.errors import FULL, DataError
 from evalkit.ground.files import fsync_dir, publish_by_link, read_struct, write_durable
 from evalkit.ground.ids import new_id
 from evalkit.ground.layout import AttemptPaths, RunPaths
@@ -61,7 +61,7 @@ def settle(paths: AttemptPaths, outcome: Outcome) -> bool:
         # Somebody swept the temporary file away: only after an outcome was there.
         return False
     except OSError as error:
-        if not is_full(error):
+        if error.errno not in FULL:
             raise
         return _settle_by_reserve(paths)
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from evalkit.ground.layout import AttemptPaths, RunPaths
 from evalkit.ground.processes import this_process
 from evalkit.ground.schema import ActiveRecord, Outcome
 from evalkit.state import attempts, points
-from evalkit.state.fleet import load_fleet
+from evalkit.state.fleet_queue import require_fleet
 from evalkit.state.incarnations import begin_incarnation, known_incarnations
 from evalkit.state.retirement import read_export_id
 from evalkit.state.snapshot import open_snapshot
@@ -38,6 +39,7 @@ class Bid:
         wait: seconds to wait for room.
         timeout: seconds from admission after which anybody may settle the attempt as `timeout`.
         settings: for the worker.
+        say: told what is waited for.
     """
 
     run: RunPaths
@@ -53,6 +55,7 @@ class Bid:
     suite: str
     fleet: str
     settings: dict[str, Any] = field(default_factory=dict)
+    say: Callable[[str], object] = lambda text: None
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,19 @@ def admit(bid: Bid) -> Admission:
             admission = _try_admit(bid, look, out_of_time=time.monotonic() >= deadline)
         if admission.action != "wait":
             return admission
-        time.sleep(POLL)
+        bid.say(f"waiting for room: {_full(bid, look)}")
+        try:
+            time.sleep(POLL)
+        except (KeyboardInterrupt, SystemExit):
+            _cancel(bid)
+            raise
+
+
+def _cancel(bid: Bid) -> None:
+    """Record that a step which was due and waited for room was given up."""
+    with ledger(bid.run) as look:
+        record = _record(bid, _incarnation(bid))
+        _settle_at_once(bid.run, record, "cancelled", "the dispatching command was interrupted", look)
 
 
 def _try_admit(bid: Bid, look: Look, *, out_of_time: bool) -> Admission:
@@ -102,7 +117,8 @@ def _try_admit(bid: Bid, look: Look, *, out_of_time: bool) -> Admission:
         return Admission(decision.action, attempt=decision.attempt, replaced=replaced)
     record = _record(bid, incarnation)
     if trouble is not None:
-        return Admission(decision.action, outcome=_settle_at_once(bid.run, record, trouble, look), replaced=replaced)
+        outcome = _settle_at_once(bid.run, record, trouble.skip_reason, str(trouble), look)
+        return Admission(decision.action, outcome=outcome, replaced=replaced)
     reserve = outcomes.skipped(record, "no_space", "the disk of the run directory was full", record.admitted_at)
     prepared = attempts.prepare(bid.run, record, reserve)
     prepared.publish(bid.run)
@@ -169,7 +185,7 @@ def _trouble(bid: Bid) -> EvalkitError | None:
     if bid.due.trouble is not None:
         return bid.due.trouble
     try:
-        load_fleet(bid.run.fleet(bid.fleet))
+        require_fleet(bid.run.fleet(bid.fleet))
     except EvalkitError as error:
         return error
     return None
@@ -197,7 +213,7 @@ def _record(bid: Bid, incarnation: int) -> ActiveRecord:
     )
 
 
-def _settle_at_once(run: RunPaths, record: ActiveRecord, trouble: EvalkitError, look: Look) -> Outcome:
+def _settle_at_once(run: RunPaths, record: ActiveRecord, reason: str, detail: str, look: Look) -> Outcome:
     """An attempt that ends where it begins. Its record stands without a lock until its row is written.
 
     Raises:
@@ -205,7 +221,7 @@ def _settle_at_once(run: RunPaths, record: ActiveRecord, trouble: EvalkitError, 
     """
     paths = run.attempt(record.step, record.attempt)
     attempts.note(paths, record)
-    settle_skip(paths, record, trouble.skip_reason, str(trouble))
+    settle_skip(paths, record, reason, detail)
     outcome = points.read_outcome(paths.outcome)
     if outcome is None:
         raise no_outcome(paths)

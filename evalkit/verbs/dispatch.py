@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,7 @@ from evalkit.verbs.settling import Ended, no_outcome, settle_skip, try_finish
 
 REPLACED_LETS_GO = 20.0  # seconds that a superseded worker gets to stop using its snapshot
 
+Say = Callable[[str], object]
 Details = dict[str, Any]  # what an export found out: digest, export_seconds
 
 
@@ -60,8 +61,11 @@ class DispatchRequest:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-def dispatch(request: DispatchRequest) -> Result:
+def dispatch(request: DispatchRequest, say: Say = lambda text: None) -> Result:
     """Bring a step into flight, or record why not.
+
+    Args:
+        say: told what is waited for.
 
     Raises:
         UsageError: settings that contradict each other or are missing.
@@ -69,7 +73,7 @@ def dispatch(request: DispatchRequest) -> Result:
     _validate(request)
     if request.step is not None and _is_no_point(request, request.step):
         return _not_due(request, request.step)
-    bid = _bid(request)
+    bid = _bid(request, say)
     if bid is None:
         return _answer(request, "nothing", detail="no complete snapshot is without a point")
     if _is_no_point(request, bid.due.step):
@@ -98,7 +102,7 @@ def _not_due(request: DispatchRequest, step: int) -> Result:
     return _answer(request, "not_due", step, detail=f"{step} is no multiple of {request.every}")
 
 
-def _bid(request: DispatchRequest) -> Bid | None:
+def _bid(request: DispatchRequest, say: Say) -> Bid | None:
     """The request with everything that the run's record and the disk add to it; None when nothing is due."""
     run, record = RunPaths(request.run_dir), find_run(request.run_dir)
     suite = os.path.abspath(request.suite) if request.suite else record.suite if record else None
@@ -129,6 +133,7 @@ def _bid(request: DispatchRequest) -> Bid | None:
         suite=suite,
         fleet=fleet,
         settings=request.settings,
+        say=say,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from evalkit.ground.errors import DataError
@@ -20,10 +21,13 @@ MEND = 1.0  # seconds that a look at the ledger may take at least, whatever the 
 ENDING = 10.0  # seconds that a settled attempt's owner is waited for
 
 
-def drain(run_dir: Path, timeout: float, *, fail_on_skip: bool = False) -> Result:
+def drain(
+    run_dir: Path, timeout: float, *, fail_on_skip: bool = False, say: Callable[[str], object] = lambda text: None
+) -> Result:
     """Wait until every attempt that is in flight now has ended; exit code 75 when the time is up first.
 
     Args:
+        say: told what is still in flight.
         fail_on_skip: exit with 1 when one of them, or any since the last drain, was skipped.
     """
     open_run(run_dir, create=False)
@@ -32,6 +36,7 @@ def drain(run_dir: Path, timeout: float, *, fail_on_skip: bool = False) -> Resul
     begun_with = {paths.name for paths in attempts.list_attempts(run)}
     left = _still_there(run, begun_with, deadline)
     while left and time.monotonic() < deadline:
+        say(f"{len(left)} in flight: {', '.join(left)}")
         time.sleep(POLL)
         left = _still_there(run, begun_with, deadline)
     return _report(run, left, fail_on_skip=fail_on_skip)
@@ -53,16 +58,27 @@ def _report(run: RunPaths, left: list[str], *, fail_on_skip: bool) -> Result:
     write_struct(run.drained, Drained(offset=offset))
     lines = [line_of(row) for row in rows] + [f"{name} still in flight" for name in left]
     data = {
-        "outcomes": [{"step": r.step, "attempt": r.attempt, "outcome": r.outcome, "reason": r.reason} for r in rows],
+        "outcomes": [_shown(row) for row in rows],
         "in_flight": left,
     }
     skipped = fail_on_skip and any(row.outcome == "skipped" for row in rows)
     return Result(data, lines, code=75 if left else 1 if skipped else 0)
 
 
+def _shown(row: MetricsRow) -> dict[str, object]:
+    return {
+        "step": row.step,
+        "attempt": row.attempt,
+        "outcome": row.outcome,
+        "reason": row.reason,
+        "detail": row.detail,
+    }
+
+
 def line_of(row: MetricsRow) -> str:
     """A settled attempt in one line."""
-    return f"step_{row.step} attempt {row.attempt} {row.outcome}" + (f" {row.reason}" if row.reason else "")
+    why = f" {row.reason}: {row.detail}" if row.reason else ""
+    return f"step_{row.step} attempt {row.attempt} {row.outcome}{why}"
 
 
 def _last_offset(run: RunPaths) -> int:

@@ -14,7 +14,7 @@ import msgspec
 from evalkit import __version__
 from evalkit.adapters.sidecars import Sidecars
 from evalkit.decisions.shards import Written, byte_size
-from evalkit.ground.errors import ExportError, StorageError, is_full
+from evalkit.ground.errors import FULL, ExportError, StorageError
 from evalkit.ground.files import write_atomic
 from evalkit.ground.ids import new_id
 from evalkit.ground.layout import SnapshotPaths
@@ -171,6 +171,6 @@ def storage_errors(directory: Path) -> Iterator[None]:
     except OSError as error:
         where = f" ({error.filename})" if error.filename else f" ({directory})"
         text = f"{error.strerror or error}{where}"
-        if is_full(error):
+        if error.errno in FULL:
             raise StorageError(text, "free some space, or keep fewer snapshots", "no_space") from error
         raise StorageError(text, reason="export_failed") from error

@@ -31,7 +31,7 @@ def status(run_dir: Path, *, show_all: bool = False) -> Result:
     in_flight = [_flight(paths) for paths in attempts.list_attempts(run)]
     data = {
         "run_id": record.run_id,
-        "points": [_point(row) for row in rows],
+        "points": [_point(row) for row in sorted(rows, key=lambda row: (row.step, row.attempt))],
         "in_flight": in_flight,
         "fleet": _fleet(run, fleet_name(record, None)),
         "snapshots": _disk(snapshot_dir_of(record, None)),
@@ -42,7 +42,8 @@ def status(run_dir: Path, *, show_all: bool = False) -> Result:
 def _point(row: MetricsRow) -> dict[str, Any]:
     scores = {name.removeprefix("eval/"): value for name, value in row.metrics.items() if name.count("/") == 1}
     scores = {name: value for name, value in scores.items() if not _is_about_the_point(name)}
-    return {"step": row.step, "attempt": row.attempt, "outcome": row.outcome, "reason": row.reason, "metrics": scores}
+    names = ("step", "attempt", "outcome", "reason", "detail")
+    return {**{name: getattr(row, name) for name in names}, "metrics": scores}
 
 
 def _is_about_the_point(name: str) -> bool:
@@ -105,6 +106,8 @@ def _lines(data: dict[str, Any], shown: int | None) -> list[str]:
 def _point_line(point: dict[str, Any]) -> str:
     outcome = point["outcome"] + (f" {point['reason']}" if point["reason"] else "")
     scores = " ".join(f"{name}={value:.4g}" for name, value in point["metrics"].items() if value is not None)
+    if point["reason"]:
+        scores = point["detail"]
     return f"{point['step']:>10} {point['attempt']:>7}  {outcome:<24} {scores}".rstrip()
 
 

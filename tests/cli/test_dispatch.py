@@ -9,8 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from evalkit.ground.locks import locked
+from evalkit.state.fleet import change_fleet
 from tests.fakes import FakeFleet, tiny_snapshot
 from tests.ledgers import Run, fault, is_alive, wait_for
 
@@ -281,6 +284,40 @@ def test_the_snapshot_directory_of_another_run_is_refused(run: Run, fleet: FakeF
     assert run.outcomes() == {}
 
 
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_dispatch_interrupted_while_it_waits_for_room_is_cancelled(run: Run, fleet: FakeFleet, signum: int) -> None:
+    fleet.faults(hold=True)
+    run.dispatch("--step", 1, "--from", run.checkpoint(1.0))
+    spec = fault("command", "evalkit.verbs.admitting:_try_admit", "after", run.root / "note", 0)
+    waiting = run.start("dispatch", "--step", 2, "--from", run.checkpoint(2.0), "--max-in-flight", 1, fault=spec)
+    wait_for((run.root / "note").exists, "its first look")
+    waiting.send_signal(signum)
+    assert waiting.wait(30) == 128 + signum
+    fleet.faults(hold=None, release=True)
+    drain(run)
+    assert run.outcomes() == {"1.1": "landed", "2.1": "cancelled"}
+
+
+def test_a_fleet_that_is_starting_is_waited_for(run: Run, fleet: FakeFleet) -> None:
+    change_fleet(fleet.paths, lambda record: msgspec.structs.replace(record, state="starting"))
+    with locked(fleet.paths.launch_lock, 1):
+        run.dispatch("--step", 40, "--from", run.checkpoint(1.0))
+        wait_for((run.paths.attempt(40, 1).results / "worker.json").exists, "the worker")
+        assert run.json("drain", "--timeout", "2s", code=75)["in_flight"] == ["40.1"]
+        change_fleet(fleet.paths, lambda record: msgspec.structs.replace(record, state="up"))
+    drain(run)
+    assert run.outcomes() == {"40.1": "landed"}
+
+
+@pytest.mark.parametrize(("state", "words"), [("down", "is down"), ("starting", "half started")])
+def test_a_fleet_that_will_not_come_up_is_told_at_once(run: Run, fleet: FakeFleet, state: str, words: str) -> None:
+    change_fleet(fleet.paths, lambda record: msgspec.structs.replace(record, state=state))
+    answer = run.dispatch("--step", 40, "--from", run.checkpoint(1.0))
+    assert (answer["state"], answer["reason"]) == ("skipped", "unhealthy")
+    assert words in answer["detail"]
+    assert words in run.call("run", run.checkpoint(1.0), code=69).stderr
+
+
 def test_cancel_leaves_the_trainers_own_command_alone(run: Run, fleet: FakeFleet) -> None:
     note = run.root / "note"
     spec = fault("command", "evalkit.state.staging:Staging.publish", "before", note, "hold")
@@ -351,12 +388,14 @@ def test_drain_gives_up_at_its_deadline(run: Run, fleet: FakeFleet) -> None:
     run.dispatch("--step", 40, "--from", run.checkpoint(1.0))
     assert run.json("drain", "--timeout", "0.3s", code=75)["in_flight"] == ["40.1"]
     fleet.faults(hold=None, release=True)
-    assert drain(run)["outcomes"] == [{"step": 40, "attempt": 1, "outcome": "landed", "reason": None}]
+    landed = {"step": 40, "attempt": 1, "outcome": "landed", "reason": None, "detail": ""}
+    assert drain(run)["outcomes"] == [landed]
 
 
 def test_drain_fails_on_skips_since_the_last_one(run: Run, fleet: FakeFleet) -> None:
     run.dispatch("--step", 40)
-    assert run.call("drain", "--ci-test", code=1).stdout == "step_40 attempt 1 skipped ckpt_missing\n"
+    said = run.call("drain", "--ci-test", code=1).stdout
+    assert said.startswith("step_40 attempt 1 skipped ckpt_missing: there is no snapshot ")
     run.call("drain", "--fail-on-skip")
 
 

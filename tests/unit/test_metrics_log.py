@@ -65,7 +65,7 @@ def test_a_damaged_row_is_made_anew(run: RunPaths, number: int, damaged: bytes) 
 
 def test_status_and_drain_go_on_and_nothing_is_reported_twice(run: RunPaths) -> None:
     damage(run, 1, b"x\n")
-    assert [point["step"] for point in status(run.root).data["points"]] == STEPS
+    assert [point["step"] for point in status(run.root).data["points"]] == sorted(STEPS)
     damage(run, 2, b"x" * 1000 + b"\n")
     assert [outcome["step"] for outcome in drain(run.root, 5).data["outcomes"]] == STEPS[1:]
     assert drain(run.root, 5).data["outcomes"] == []
