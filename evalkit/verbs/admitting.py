@@ -83,24 +83,28 @@ def admit(bid: Bid) -> Admission:
         BusyError: the ledger itself was not free in time.
     """
     deadline = time.monotonic() + bid.wait
-    while True:
-        with ledger(bid.run) as look:
-            admission = _try_admit(bid, look, out_of_time=time.monotonic() >= deadline)
-        if admission.action != "wait":
-            return admission
-        bid.say(f"waiting for room: {_full(bid, look)}")
-        try:
+    waits = False
+    try:
+        while True:
+            with ledger(bid.run) as look:
+                admission = _try_admit(bid, look, out_of_time=time.monotonic() >= deadline)
+            if admission.action != "wait":
+                return admission
+            waits = True
+            bid.say(f"waiting for room: {_full(bid, look)}")
             time.sleep(POLL)
-        except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit):
+        if waits:
             _cancel(bid)
-            raise
+        raise
 
 
 def _cancel(bid: Bid) -> None:
     """Record that a step which was due and waited for room was given up."""
     with ledger(bid.run) as look:
-        record = _record(bid, _incarnation(bid))
-        _settle_at_once(bid.run, record, "cancelled", "the dispatching command was interrupted", look)
+        if not any(live.step == bid.due.step for live in look.live):
+            record = _record(bid, _incarnation(bid))
+            _settle_at_once(bid.run, record, "cancelled", "the dispatching command was interrupted", look)
 
 
 def _try_admit(bid: Bid, look: Look, *, out_of_time: bool) -> Admission:

@@ -24,7 +24,7 @@ from evalkit.state import attempts, points
 from evalkit.state.fleet_queue import FleetHold, hold_fleet, place_of
 from evalkit.state.retirement import read_export_id
 from evalkit.state.snapshot import known_digest, open_snapshot, use_snapshot
-from evalkit.verbs.evaluate import evaluate
+from evalkit.verbs.evaluate import More, evaluate
 from evalkit.verbs.pin import PinTarget, pin_engines
 from evalkit.verbs.settling import Ended, finish, settle_skip
 
@@ -108,6 +108,10 @@ def _evaluate_point(paths: AttemptPaths, record: ActiveRecord, order: Mapping[st
         if paths.outcome.exists():
             raise SettledByOthersError
 
+    def more() -> dict[str, float | int | None]:
+        lag = _highest_step(paths) - record.step
+        return {"eval/lag_steps": lag, "eval/export_time_seconds": order.get("export_seconds")}
+
     suite = _suite(record)
     target = _target(paths, record, order)
     with hold_fleet(
@@ -117,8 +121,16 @@ def _evaluate_point(paths: AttemptPaths, record: ActiveRecord, order: Mapping[st
         outcome=paths.outcome,
         check=check,
     ) as hold:
-        proof, metrics = asyncio.run(_watched(_pin_and_evaluate(hold, target, suite, paths, record), check, record))
-    return _landed(paths, record, order, proof, metrics)
+        evaluating = _pin_and_evaluate(hold, target, suite, paths, record, more)
+        proof, metrics = asyncio.run(_watched(evaluating, check, record))
+    return outcomes.landed(
+        record,
+        metrics,
+        msgspec.to_builtins(proof),
+        time.time(),
+        by=this_process(),
+        export_id=read_export_id(Path(record.snapshot)),
+    )
 
 
 def _suite(record: ActiveRecord) -> Suite:
@@ -138,13 +150,18 @@ def _target(paths: AttemptPaths, record: ActiveRecord, order: Mapping[str, Any])
 
 
 async def _pin_and_evaluate(
-    hold: FleetHold, target: PinTarget, suite: Suite, paths: AttemptPaths, record: ActiveRecord
+    hold: FleetHold, target: PinTarget, suite: Suite, paths: AttemptPaths, record: ActiveRecord, more: More
 ) -> tuple[PinProof, dict[str, float | int | None]]:
     settings = record.settings
     proof = await pin_engines(hold, target, load_timeout=settings.get("load_timeout", 600.0))
     log.info("pinned %s (%s) on %d engines", proof.version, proof.digest[:12], len(proof.engines))
     evaluation = await evaluate(
-        suite, proof, ResultPaths(paths.results), concurrency=settings.get("concurrency", 64), check=hold.check
+        suite,
+        proof,
+        ResultPaths(paths.results),
+        concurrency=settings.get("concurrency", 64),
+        check=hold.check,
+        more=more,
     )
     return proof, dict(evaluation.metrics)
 
@@ -172,25 +189,6 @@ async def _watched(work: Coroutine[Any, Any, T], check: Callable[[], None], reco
         working.cancel()
         await asyncio.gather(working, signalled, return_exceptions=True)
         signal.signal(signal.SIGTERM, _terminated)
-
-
-def _landed(
-    paths: AttemptPaths,
-    record: ActiveRecord,
-    order: Mapping[str, Any],
-    proof: PinProof,
-    metrics: dict[str, float | int | None],
-) -> Outcome:
-    metrics["eval/lag_steps"] = _highest_step(paths) - record.step
-    metrics["eval/export_time_seconds"] = order.get("export_seconds")
-    return outcomes.landed(
-        record,
-        metrics,
-        msgspec.to_builtins(proof),
-        time.time(),
-        by=this_process(),
-        export_id=read_export_id(Path(record.snapshot)),
-    )
 
 
 def _highest_step(paths: AttemptPaths) -> int:

@@ -34,6 +34,7 @@ def test_a_point_lands_and_gives_back_its_snapshot(run: Run, fleet: FakeFleet) -
     assert outcome["metrics"]["eval/sums/weight_version/mean"] == 40
     assert outcome["metrics"]["eval/lag_steps"] == 0
     assert outcome["metrics"]["eval/export_time_seconds"] > 0
+    assert json.loads((run.paths.attempt(40, 1).results / "metrics.json").read_text())["metrics"] == outcome["metrics"]
     assert run.leftovers() == []
     assert run.names() == ["step_40"]
     for step in (50, 60, 70):
@@ -288,7 +289,7 @@ def test_the_snapshot_directory_of_another_run_is_refused(run: Run, fleet: FakeF
 def test_a_dispatch_interrupted_while_it_waits_for_room_is_cancelled(run: Run, fleet: FakeFleet, signum: int) -> None:
     fleet.faults(hold=True)
     run.dispatch("--step", 1, "--from", run.checkpoint(1.0))
-    spec = fault("command", "evalkit.verbs.admitting:_try_admit", "after", run.root / "note", 0)
+    spec = fault("command", "evalkit.verbs.admitting:_full", "after", run.root / "note", 0)
     waiting = run.start("dispatch", "--step", 2, "--from", run.checkpoint(2.0), "--max-in-flight", 1, fault=spec)
     wait_for((run.root / "note").exists, "its first look")
     waiting.send_signal(signum)
