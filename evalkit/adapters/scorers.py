@@ -126,7 +126,7 @@ def find_scorer(name: str, directory: Path) -> Scorer:
             sys.path.append(place)
     try:
         function = getattr(importlib.import_module(module_name), attribute, None)
-    except Exception as error:  # somebody's module may fail in any way
+    except (Exception, SystemExit) as error:  # somebody's module may fail in any way, or end as a script does
         problem = f"{type(error).__name__}: {error}"
         raise DataError(f"the scorer {name} cannot be imported: {problem}", reason="incomplete") from error
     if not callable(function):

@@ -7,7 +7,7 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -106,6 +106,7 @@ def command(verb: str) -> Callable[[Callable[..., Result]], Callable[..., None]]
         def call(*args: Any, as_json: bool, **kwargs: Any) -> None:
             previous = signal.signal(signal.SIGTERM, _terminated)
             try:
+                _require_utf8(kwargs)
                 result = function(*args, **kwargs)
                 _show_result(verb, result, as_json)
             except EvalkitError as error:
@@ -125,6 +126,15 @@ def command(verb: str) -> Callable[[Callable[..., Result]], Callable[..., None]]
         return call
 
     return wrap
+
+
+def _require_utf8(options: Mapping[str, Any]) -> None:
+    """Every path is written into JSON somewhere, so one that is not UTF-8 is refused before anything is done."""
+    for name, value in options.items():
+        try:
+            str(value).encode()
+        except UnicodeEncodeError:
+            raise UsageError(f"--{name.replace('_', '-')} is not UTF-8: {os.fsencode(str(value))!r}") from None
 
 
 @contextmanager

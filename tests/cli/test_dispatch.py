@@ -453,6 +453,14 @@ def test_an_export_id_that_is_a_path_goes_nowhere(run: Run, fleet: FakeFleet) ->
     assert run.names() == ["step_1", "step_2", "step_4"]
 
 
+@pytest.mark.parametrize("option", ["--from", "--run-dir", "--eval-hf-dir"])
+def test_a_path_that_is_not_utf8_is_refused(run: Run, fleet: FakeFleet, option: str) -> None:
+    command = [os.fsencode(word) for word in (sys.executable, "-m", "evalkit", "dispatch", "--step", "1", option)]
+    done = subprocess.run([*command, b"/tmp/\xff"], env=run.environment(), capture_output=True, timeout=60, check=False)
+    assert done.returncode == 2, done.stderr
+    assert b"is not UTF-8" in done.stderr
+
+
 def test_dispatch_without_standard_descriptors(run: Run, fleet: FakeFleet) -> None:
     """A daemon may start it with its descriptors closed."""
     command = 'exec "$0" -m evalkit dispatch --step 1 --from "$1" <&- >&- 2>&-'

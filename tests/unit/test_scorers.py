@@ -85,9 +85,11 @@ def test_own_scorers_are_found_beside_the_suite_then_in_the_working_directory(
 @pytest.mark.usefixtures("forget_modules")
 def test_an_own_scorer_that_cannot_be_had_is_told(tmp_path: Path) -> None:
     (tmp_path / "own_broken.py").write_text("1 / 0\n")
+    (tmp_path / "own_script.py").write_text("import sys; sys.exit(0)\n")
     for name, problem in [
         ("own_missing:score", "cannot be imported: ModuleNotFoundError: No module named 'own_missing'"),
         ("own_broken:score", "cannot be imported: ZeroDivisionError"),
+        ("own_script:score", "cannot be imported: SystemExit"),
         ("json:nothing", "json has no function nothing"),
         ("json:__name__", "json has no function __name__"),
     ]:
