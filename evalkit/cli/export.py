@@ -57,7 +57,7 @@ def export_options(function: F) -> F:
 @click.argument("source", type=click.Path(path_type=Path))
 @click.option("--step", type=click.IntRange(0), required=True, help="The trainer's step that the weights are of.")
 @export_options
-@click.option("--force", is_flag=True, help="Replace a snapshot of other weights at this step, unless it is in use.")
+@click.option("--force", is_flag=True, help="Replace a snapshot of other content at this step, unless it is in use.")
 @snapshot_dir_option
 @run_dir_option
 @command("export")
@@ -65,7 +65,7 @@ def export(run_dir: Path, snapshot_dir: Path | None, **options: Any) -> Result:
     """Make the snapshot step_<N> of SOURCE's weights, whole or not at all, and print its path.
 
     SOURCE is a Hugging Face directory, a directory of safetensors files, one such file, or a torch state dict
-    (.pt, .bin). The same weights again change nothing.
+    (.pt, .bin). The same content again changes nothing.
     """
     from evalkit.verbs.export import export_verb
 

@@ -201,7 +201,8 @@ def _finish_own(paths: AttemptPaths, prepared: attempts.Prepared) -> Outcome:
     outcome = points.read_outcome(paths.outcome)
     if outcome is None:
         raise no_outcome(paths)
-    try_finish(Ended(paths, outcome, prepared.lock_fd, prepared.record))
+    # Otherwise deleting is left to workers and gc; but where there was no room, the next export needs it.
+    try_finish(Ended(paths, outcome, prepared.lock_fd, prepared.record), delete=outcome.reason == "no_space")
     return outcome
 
 

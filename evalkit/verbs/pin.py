@@ -248,7 +248,7 @@ def pin_target(run_dir: Path, name: str, snapshot_dir: Path | None) -> Iterator[
     record = find_run(run.root)
     directory = snapshot_dir_of(record, snapshot_dir)
     path = resolve_snapshot(name, directory)
-    inside = directory is not None and path.parent == directory
+    inside = directory is not None and path.parent.resolve() == directory.resolve()
     snapshot = open_snapshot(path, need_marker=inside)
     with contextlib.ExitStack() as used:
         if inside and snapshot.export_id is not None:
