@@ -110,9 +110,9 @@ def test_a_stopped_worker_loses_the_engines_and_gets_nothing_back(
     real_fleet: RealFleet, checkpoints: dict[int, Path], evals: Path, tmp_path: Path
 ) -> None:
     long, first, second = make_suite(tmp_path, rows=64, length=200), next(STEPS), next(STEPS)
-    real_fleet.json("dispatch", "--step", str(first), "--from", checkpoints[5], "--suite", long, "--timeout", "8s")
+    real_fleet.json("dispatch", "--step", str(first), "--from", checkpoints[5], "--suite", long, "--timeout", "20s")
     attempt = RunPaths(real_fleet.run_dir).attempt(first, 1)
-    wait_for(lambda: any(engine.state()["in_flight"] for engine in real_fleet.engines), "the evaluation", 30)
+    wait_for((attempt.results / "progress.json").exists, "the evaluation", 60)
     identity = json.loads((attempt.results / "worker.json").read_text())
     os.kill(identity["pid"], signal.SIGSTOP)
     (attempt.results / "worker.json").write_text(json.dumps({**identity, "boot_id": "another"}))
