@@ -45,6 +45,8 @@ $(READY): requirements/$(ENGINE).txt requirements/dev.txt pyproject.toml
 	  echo "set-up failed; where pip does not find PyTorch, set PIP_EXTRA_INDEX_URL (see CONTRIBUTING.md, Set-up)" >&2; \
 	  exit 1; }
 	@$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@# Commands start sooner, also where Python may not write bytecode by itself.
+	$(BIN)/python -m compileall -q evalkit
 	@touch $@
 
 demo: $(READY)
