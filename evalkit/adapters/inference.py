@@ -120,8 +120,9 @@ class Engines:
         asked = failed = wrong = 0
         loop = asyncio.get_running_loop()
         end = loop.time() + self.limits.timeouts * self.sample_timeout
+        engine: _Engine | None = None
         while True:
-            engine = await self._free_engine()
+            engine = await self._free_engine(engine)
             asked += 1
             try:
                 return await self._ask_engine(engine, request, asked)
@@ -150,15 +151,15 @@ class Engines:
         now = asyncio.get_running_loop().time()
         return any(other.is_open(now) for other in self._engines if other is not engine)
 
-    async def _free_engine(self) -> _Engine:
-        """The open engine with the least in flight."""
+    async def _free_engine(self, failed: _Engine | None) -> _Engine:
+        """The open engine with the least in flight; that which has just failed the request only for want of another."""
         loop = asyncio.get_running_loop()
         while True:
             now = loop.time()
             self._check_lost()
             free = [engine for engine in self._engines if engine.is_open(now)]
             if free:
-                return min(free, key=lambda engine: (engine.in_flight, engine.asked))
+                return min(free, key=lambda engine: (engine is failed, engine.in_flight, engine.asked))
             opens = min(engine.closed_until for engine in self._engines)
             await asyncio.sleep(min(max(opens - now, 0.01), 0.5))
 

@@ -288,7 +288,7 @@ def test_an_engine_that_dies_in_the_middle_costs_no_sample(mortal: Bench) -> Non
 
 def test_an_engine_that_stops_answering_loses_its_samples_to_the_other(two: Bench) -> None:
     two.fleet.engines[1].faults(hang_after=1)
-    evaluation = two.run(two.suite(60), sample_timeout=0.5)
+    evaluation = two.run(two.suite(60), sample_timeout=1.0)
     assert evaluation.counts == (60, 60, 0, 0)
     assert {sample["engine"] for sample in two.samples()} == {0}
 
