@@ -53,7 +53,7 @@ demo: $(READY)
 	scripts/demo.sh
 
 test: $(READY)
-	$(BIN)/python -m pytest -p tests.vllm_required --numprocesses 2 --dist loadgroup $(TESTS)
+	$(BIN)/python -m pytest -p tests.vllm_required --numprocesses 3 --dist loadgroup $(TESTS)
 
 lint: $(READY)
 	$(BIN)/ruff check

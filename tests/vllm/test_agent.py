@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.bad_snapshots import DAMAGES
-from tests.engines import Engine, greedy, weights_digest
+from tests.engines import Answer, Engine, greedy, weights_digest
 from tests.models import make_model
 from tests.vllm.conftest import Lone
 
@@ -209,12 +209,21 @@ urllib.request.urlopen(urllib.request.Request(url + "/evalkit/pin", body.encode(
 """
 
 
+def seen_in_flight(threads: ThreadPoolExecutor, lone: Lone) -> Future[Answer]:
+    """A long request that is in flight for certain: one that was answered before anybody looked is sent again."""
+    for _ in range(20):
+        flight = threads.submit(lone.engine.complete, "Hello", LONG)
+        while not flight.done():
+            if lone.engine.state()["in_flight"]:
+                return flight
+    raise AssertionError("every request was answered before it was seen")
+
+
 def test_a_request_in_flight_ends_on_the_old_weights(lone: Lone) -> None:
     old = pinned(lone.engine, lone.a)
     undisturbed = lone.engine.complete("Hello", LONG)
     with ThreadPoolExecutor() as threads:
-        flight = threads.submit(lone.engine.complete, "Hello", LONG)
-        lone.engine.wait_for(in_flight=1)
+        flight = seen_in_flight(threads, lone)
         pin = threads.submit(lone.engine.pin, lone.b)
         lone.engine.wait_for(pinning=True, open=False)
         refused, health = lone.engine.complete("Hello"), lone.engine.call("/health")
