@@ -142,7 +142,7 @@ async def gate(request: web.Request, handler: Any) -> web.StreamResponse:
         return await serve(engine, request, handler)
     if request.path == "/health" and engine.closed:
         return closed(engine)
-    return await handler(request)  # type: ignore[no-any-return]
+    return await handler(request)
 
 
 def closed(engine: FakeEngine) -> web.Response:
@@ -203,7 +203,7 @@ async def befall(engine: FakeEngine, request: web.Request, handler: Any) -> web.
         return openai_error(status, f"fault {status}")
     if faults.get("garbage"):
         return web.Response(text="<html>bad gateway</html>", content_type="text/html")
-    return await handler(request)  # type: ignore[no-any-return]
+    return await handler(request)
 
 
 def answer(engine: FakeEngine, prompt: str, body: dict[str, Any]) -> tuple[str, str]:

@@ -82,7 +82,7 @@ class FleetCommands:
 
     def json(self, *words: str, code: int = 0) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(self.call(*words, "--json", code=code).stdout)
-        return answer["result"]  # type: ignore[no-any-return]
+        return answer["result"]
 
     def up_words(self, *vllm_args: str, engines: int = 1, options: Sequence[str] = ()) -> list[str]:
         base = ["fleet", "up", "--model", str(self.model), "--engines", str(engines)]

@@ -88,7 +88,7 @@ class RealFleet:
 
     def json(self, *words: str | Path, code: int = 0) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(self.call(*words, "--json", code=code).stdout)
-        return answer["result"]  # type: ignore[no-any-return]
+        return answer["result"]
 
     def up(self, *, engines: int, ranks: int = 1, code: int = 0) -> subprocess.CompletedProcess[str]:
         options = {"--model": self.root / "boot", "--engines": engines, "--num-gpus-per-engine": ranks}

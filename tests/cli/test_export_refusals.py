@@ -135,7 +135,7 @@ def other_hidden_size(path: Path) -> None:
 def wrapped_names(path: Path) -> None:
     (path / INDEX_NAME).unlink()
     for file in path.glob("*.safetensors"):
-        rewrite(file, lambda t: [t.update({f"module.{name}": t.pop(name)}) for name in list(t)])  # type: ignore[func-returns-value]
+        rewrite(file, lambda t: [t.update({f"module.{name}": t.pop(name)}) for name in list(t)])
 
 
 def no_tensor(path: Path) -> None:

@@ -93,9 +93,7 @@ def test_up_again_starts_only_what_is_dead(fleets: FleetCommands) -> None:
     assert started.process is not None
     assert is_alive(started.process)
     assert [p.pid for p in fleets.processes() if p.start_time < started.process.start_time] == [
-        p.pid
-        for p in fleets.processes()
-        if os.getsid(p.pid) == alive.process.pid  # type: ignore[union-attr]
+        p.pid for p in fleets.processes() if os.getsid(p.pid) == alive.process.pid
     ]
 
 
@@ -389,7 +387,7 @@ def test_logs_follow(fleets: FleetCommands) -> None:
             break
     with Path(engine.log).open("a") as log:
         log.write("something new\n")
-    wait_until("the new line is shown", lambda: follower.stdout.readline() == "something new\n")  # type: ignore[union-attr]
+    wait_until("the new line is shown", lambda: follower.stdout.readline() == "something new\n")
     follower.send_signal(signal.SIGINT)
     assert follower.wait(30) == 130
     follower.communicate()
@@ -480,7 +478,7 @@ def gpu_fleets(tmp_path: Path, *, used: int = 10, pid: int | None = None, **envi
         },
     )
     fleets.environment.setdefault("CUDA_VISIBLE_DEVICES", f"{ids[0]},{ids[1]}")
-    fleets.gpus = [str(number) for number in ids]  # type: ignore[attr-defined]
+    fleets.gpus = [str(number) for number in ids]
     return fleets
 
 
@@ -493,7 +491,7 @@ def up_on_gpus(fleets: FleetCommands, *options: str, code: int = 0) -> str:
 
 
 def _gpus(fleets: FleetCommands) -> list[str]:
-    return fleets.gpus  # type: ignore[attr-defined,no-any-return]
+    return fleets.gpus
 
 
 def test_each_engine_gets_its_own_gpus(tmp_path: Path) -> None:

@@ -47,14 +47,14 @@ class Place:
 
     def fleet(self, path: Path, **more: str) -> None:
         path.parent.mkdir(exist_ok=True)
-        write_struct(path, FleetRecord(name=path.stem, state="up", **more))  # type: ignore[arg-type]
+        write_struct(path, FleetRecord(name=path.stem, state="up", **more))
 
 
 def settled(run: RunPaths, step: int, **more: str | None) -> None:
     path = run.attempt(step, 1).outcome
     path.parent.mkdir(parents=True, exist_ok=True)
     values = {"step": step, "attempt": 1, "incarnation": 0, "outcome": "landed", "admitted_at": 0.0, "settled_at": 0.0}
-    write_struct(path, Outcome(**{**values, **more}))  # type: ignore[arg-type]
+    write_struct(path, Outcome(**{**values, **more}))
 
 
 @pytest.fixture

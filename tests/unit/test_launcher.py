@@ -67,7 +67,7 @@ def test_other_arguments_are_vllms() -> None:
 
 
 def engine(**fields: object) -> EngineRecord:
-    return EngineRecord(index=0, engine_id="e1", url="http://h:1", log="/l", **fields)  # type: ignore[arg-type]
+    return EngineRecord(index=0, engine_id="e1", url="http://h:1", log="/l", **fields)
 
 
 def environment(record: EngineRecord, **base: str) -> dict[str, str]:

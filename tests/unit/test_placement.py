@@ -18,7 +18,7 @@ FOUR = [gpu(i) for i in range(4)]
 
 def choose(gpus: list[Gpu], count: int, **options: object) -> list[str]:
     defaults: dict[str, object] = {"visible": None, "claimed": {}, "wanted": None}
-    return choose_gpus(gpus, count=count, **{**defaults, **options})  # type: ignore[arg-type]
+    return choose_gpus(gpus, count=count, **{**defaults, **options})
 
 
 @pytest.mark.parametrize(

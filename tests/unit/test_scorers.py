@@ -48,7 +48,7 @@ def test_a_score_is_a_number_or_none(value: object, score: float | None) -> None
 
 @pytest.mark.parametrize("value", ["x", [], float("nan"), float("inf"), object])
 def test_anything_else_is_no_score(value: object) -> None:
-    scorer = Scorer("own", lambda response, label, sample: value, aside=True)  # type: ignore[arg-type,return-value]
+    scorer = Scorer("own", lambda response, label, sample: value, aside=True)
     score, error = score_answer(scorer, "", None, {})
     assert score is None
     assert error is not None
